@@ -1,0 +1,1 @@
+"""Post-trains a language model with verifiable rewards: `python -m train`."""

@@ -1,0 +1,143 @@
+"""Expected reward on held-out questions: exact, so almost without noise."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from train.answers import Answers
+from train.rollout import Prompts, cast, pad_prompts
+from train.scoring import completion_hidden
+from train.tasks import Task
+
+_PROMPTS = 24  # per forward
+
+
+class Evaluation(NamedTuple):
+  """The probability of each question's accepted answers."""
+
+  expected: np.ndarray  # float64 [questions]
+
+  @property
+  def mean(self) -> float:
+    """Expected reward."""
+    return float(self.expected.mean())
+
+  @property
+  def standard_error(self) -> float:
+    """Of the mean over questions."""
+    return float(self.expected.std(ddof=1) / np.sqrt(self.expected.size))
+
+  def gain_over(self, before: 'Evaluation') -> tuple[float, float]:
+    """Mean difference and its standard error, paired by question."""
+    gain = self.expected - before.expected
+    error = gain.std(ddof=1) / np.sqrt(gain.size)
+    return float(gain.mean()), float(error)
+
+
+class Evaluator:
+  """Sums the probabilities of all accepted token sequences of each question.
+
+  An answer counts in every surface form that the task accepts, split into
+  tokens in every possible way, followed by any terminator, within the longest
+  completion: the expectation of the sampled reward, truncation included.
+  """
+
+  def __init__(
+    self,
+    graphdef: nnx.GraphDef,
+    task: Task,
+    answers: Answers,
+    *,
+    questions: int,
+    prompt_width: int,
+    max_new_tokens: int,
+    temperature: float,
+    compute_dtype,
+  ):
+    """Prepares the batches, of one compiled shape.
+
+    Args:
+      graphdef: of the policy.
+      task: its first `questions` evaluation questions are used.
+      answers: finds the accepted token sequences.
+      questions: number of questions.
+      prompt_width: tokens that prompts are padded to.
+      max_new_tokens: longest completion, its terminator included.
+      temperature: of sampling.
+      compute_dtype: of the forward.
+    """
+    asked = task.evaluation[:questions]
+    endings = [
+      answers.accepted_sequences(task.accepted(question), max_new_tokens)
+      for question in asked
+    ]
+    if not all(endings):
+      shortest = next(q for q, e in zip(asked, endings, strict=True) if not e)
+      raise ValueError(
+        f'no accepted answer to {shortest.prompt!r} fits into '
+        f'{max_new_tokens} new tokens'
+      )
+    closings = sorted({e.last for row in endings for e in row}, key=sorted)
+    group = max(map(len, endings))
+    width = 1 + max(len(e.tokens) for row in endings for e in row)
+    tokenizer = answers.tokenizer
+    self._asked = len(asked)
+    self._batches = []
+    for start in range(0, len(asked), _PROMPTS):
+      rows = range(start, start + _PROMPTS)
+      prompts = [
+        tokenizer.encode(asked[min(i, len(asked) - 1)].prompt) for i in rows
+      ]
+      tokens = np.zeros((_PROMPTS, group, width), np.int32)
+      lengths = np.full((_PROMPTS, group), -1, np.int32)  # -1: no sequence
+      closing = np.zeros((_PROMPTS, group), np.int32)
+      for row, i in enumerate(rows):
+        for column, ending in enumerate(endings[i] if i < len(asked) else ()):
+          length = len(ending.tokens)
+          tokens[row, column, :length] = ending.tokens
+          lengths[row, column] = length
+          closing[row, column] = closings.index(ending.last)
+      self._batches.append(
+        (
+          pad_prompts(prompts, prompt_width, tokenizer.pad_id),
+          tokens.reshape(-1, width),
+          lengths.reshape(-1),
+          closing.reshape(-1),
+        )
+      )
+    closes = np.zeros((len(closings), answers.terminators.size), bool)
+    for i, last in enumerate(closings):
+      closes[i, sorted(last)] = True
+
+    def probabilities(params, prompts: Prompts, tokens, lengths, closing):
+      model = nnx.merge(graphdef, cast(params, compute_dtype))
+      hidden = completion_hidden(
+        model, prompts, tokens, compute_dtype=compute_dtype
+      )
+
+      def at_position(x):  # one position at a time: [B, V], not [B, T, V]
+        hidden, token, t = x
+        logits = model.logits(hidden, compute_dtype=compute_dtype)
+        log_p = jax.nn.log_softmax(logits / temperature)
+        own = jnp.take_along_axis(log_p, token[:, None], axis=1)[:, 0]
+        closes_here = jnp.asarray(closes)[closing]
+        end = jnp.where(closes_here, log_p, -jnp.inf)
+        end = jax.nn.logsumexp(end, axis=1)
+        return jnp.where(t < lengths, own, jnp.where(t == lengths, end, 0.0))
+
+      parts = jax.lax.map(
+        at_position, (jnp.moveaxis(hidden, 1, 0), tokens.T, jnp.arange(width))
+      )
+      log_probability = jnp.where(lengths < 0, -jnp.inf, jnp.sum(parts, axis=0))
+      return jnp.sum(jnp.exp(log_probability).reshape(_PROMPTS, group), axis=1)
+
+    self._probabilities = jax.jit(probabilities)
+
+  def __call__(self, params: nnx.State) -> Evaluation:
+    """Evaluates a policy."""
+    expected = [self._probabilities(params, *batch) for batch in self._batches]
+    expected = np.concatenate(jax.device_get(expected)).astype(np.float64)
+    return Evaluation(expected[: self._asked])

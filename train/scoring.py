@@ -1,0 +1,111 @@
+"""Scoring completions: log-probabilities, entropy and divergence per token."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from train import losses
+from train.model import Decoder
+from train.rollout import Prompts, prefill
+
+_LOGITS = 2**23  # elements of the largest array over the vocabulary
+
+
+class TokenScores(NamedTuple):
+  """What the policy says of each completion token, all float32 `[B, T]`."""
+
+  logprobs: jax.Array  # nats, of the token
+  entropy: jax.Array  # nats, of the distribution it was drawn from
+  reference_logprobs: jax.Array | None  # nats, of the token
+  kl: jax.Array | None  # nats, KL(policy || reference) over the vocabulary
+
+
+def completion_hidden(
+  model: Decoder, prompts: Prompts, tokens: jax.Array, *, compute_dtype
+) -> jax.Array:
+  """Hidden states that predict each completion token, teacher-forced.
+
+  The prompts run once; their completions share the keys and values.
+
+  Args:
+    model: the policy.
+    prompts: P prompts.
+    tokens: int32 `[B, T]`, completions, prompt-major.
+    compute_dtype: of the forward.
+
+  Returns:
+    `[B, T, D]`: position t predicts `tokens[:, t]`.
+  """
+  group = tokens.shape[0] // prompts.tokens.shape[0]
+  last, prefix = prefill(model, prompts, compute_dtype=compute_dtype)
+  first = jnp.repeat(last, group, axis=0)[:, None]  # [B, 1, D]
+  inputs = tokens[:, :-1]
+  offset = jnp.repeat(prompts.lengths, group)[:, None]
+  hidden, _ = model(
+    inputs,
+    offset + jnp.arange(inputs.shape[1])[None],
+    jnp.ones(inputs.shape, bool),  # padding comes last: nobody sees it
+    prefix=prefix,
+    prefix_valid=prompts.valid,
+    compute_dtype=compute_dtype,
+  )
+  return jnp.concatenate([first, hidden], axis=1)
+
+
+def token_scores(
+  model: Decoder,
+  hidden: jax.Array,
+  tokens: jax.Array,
+  *,
+  temperature: float,
+  compute_dtype,
+  reference: tuple[Decoder, jax.Array] | None = None,
+) -> TokenScores:
+  """Scores tokens from hidden states, a few positions at a time.
+
+  Logits exist for one chunk of positions only, and are computed again in the
+  backward pass: a batch never holds `[B, T, V]`.
+
+  Args:
+    model: the policy; its head is what is used.
+    hidden: `[B, T, D]`, from `completion_hidden`.
+    tokens: int32 `[B, T]`.
+    temperature: divides all logits, the reference's too.
+    compute_dtype: of the head's product; logits are float32.
+    reference: the reference policy and its hidden states, for the divergence.
+
+  Returns:
+    Scores for every position, padding included.
+  """
+  batch, time = tokens.shape
+  rows = max(_LOGITS // (batch * model.config.vocab_size), 1)
+  chunk = max(c for c in range(1, min(rows, time) + 1) if time % c == 0)
+
+  def log_softmax(model, hidden):
+    logits = model.logits(hidden, compute_dtype=compute_dtype)
+    return jax.nn.log_softmax(logits / temperature)  # [B, chunk, V]
+
+  @jax.checkpoint
+  def score(hidden, tokens, reference_hidden):
+    def of_token(log_p):
+      return jnp.take_along_axis(log_p, tokens[..., None], axis=-1)[..., 0]
+
+    log_p = log_softmax(model, hidden)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    if reference is None:
+      return TokenScores(of_token(log_p), entropy, None, None)
+    log_q = log_softmax(reference[0], reference_hidden)
+    kl = losses.kl_exact(log_p, log_q)
+    return TokenScores(of_token(log_p), entropy, of_token(log_q), kl)
+
+  def split(x):  # [B, T, ...] -> [T / chunk, B, chunk, ...]
+    return jnp.moveaxis(
+      x.reshape(batch, time // chunk, chunk, *x.shape[2:]), 1, 0
+    )
+
+  xs = (hidden, tokens, None if reference is None else reference[1])
+  scores = jax.lax.map(lambda x: score(*x), jax.tree.map(split, xs))
+  return jax.tree.map(
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, time), scores
+  )

@@ -1,0 +1,128 @@
+"""`tiny`: a small character model, taught a task until it is worth training.
+
+Supervised learning on the task's own training questions stops at a chosen
+expected reward, so that reinforcement has something to reinforce and something
+left to gain. The result is cached.
+"""
+
+import hashlib
+import json
+import os
+import string
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from train import pretrained
+from train.answers import Answers
+from train.evaluate import Evaluator
+from train.model import Decoder, ModelConfig
+from train.tasks import Task, data_order
+from train.tokenizer import CharTokenizer
+
+TARGET = 0.30  # expected reward on held-out questions
+CONFIG = ModelConfig(
+  vocab_size=97,
+  width=128,
+  layers=4,
+  heads=4,
+  kv_heads=2,
+  head_width=32,
+  ff_width=512,
+  context=512,
+  rope_theta=1e4,
+  tied_embeddings=True,
+)
+_BATCH = 256
+_LEARNING_RATE = 2e-3
+_CHECK_EVERY = 20  # steps
+_MOST_STEPS = 4000
+_QUESTIONS = 240
+
+
+class WarmupError(RuntimeError):
+  """The small model did not learn the task."""
+
+
+def tiny(task: Task) -> Path:
+  """Returns the Hugging Face directory of `tiny` for a task, made if missing.
+
+  Raises:
+    WarmupError: if the target is not reached.
+  """
+  recipe = [CONFIG.__dict__, task.fingerprint(), TARGET, _BATCH, _LEARNING_RATE]
+  digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
+  cache = Path(os.environ.get('XDG_CACHE_HOME', Path.home() / '.cache'))
+  path = cache / 'sr-optax' / f'tiny-{task.name}-{digest}'
+  if not path.exists():
+    print(f'Warming up tiny on {task.name} (once; kept in {path})', flush=True)
+    tokenizer = CharTokenizer('\n' + string.printable[:95])
+    params = _teach(task, tokenizer)
+    pretrained.save_huggingface(
+      path, CONFIG, params, tokenizer, dtype=jnp.float32
+    )
+  return path
+
+
+def _teach(task: Task, tokenizer: CharTokenizer) -> dict:
+  examples = [
+    (tokenizer.encode(q.prompt), tokenizer.encode(q.answer + '\n'))
+    for q in task.train
+  ]
+  width = max(len(prompt) + len(answer) for prompt, answer in examples)
+  tokens = np.full((len(examples), width), tokenizer.pad_id, np.int32)
+  taught = np.zeros((len(examples), width), bool)
+  for i, (prompt, answer) in enumerate(examples):
+    tokens[i, : len(prompt) + len(answer)] = prompt + answer
+    taught[i, len(prompt) : len(prompt) + len(answer)] = True
+
+  model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+  graphdef, params = nnx.split(model, nnx.Param)
+  tx = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adam(optax.warmup_constant_schedule(0.0, _LEARNING_RATE, 50)),
+  )
+  evaluator = Evaluator(
+    graphdef,
+    task,
+    Answers(tokenizer, CONFIG.vocab_size),
+    questions=_QUESTIONS,
+    prompt_width=max(len(tokenizer.encode(q.prompt)) for q in task.evaluation),
+    max_new_tokens=max(len(answer) for _, answer in examples) + 1,
+    temperature=1.0,
+    compute_dtype=jnp.float32,
+  )
+
+  @jax.jit
+  def step(params, opt_state, tokens, taught):
+    def loss(params):
+      inputs, targets = tokens[:, :-1], tokens[:, 1:]
+      positions = jnp.broadcast_to(
+        jnp.arange(inputs.shape[1])[None], inputs.shape
+      )
+      model = nnx.merge(graphdef, params)
+      hidden, _ = model(inputs, positions, jnp.ones(inputs.shape, bool))
+      logits = model.logits(hidden, compute_dtype=jnp.float32)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+      mask = taught[:, 1:]
+      return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.sum(mask)
+
+    updates, opt_state = tx.update(jax.grad(loss)(params), opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+  opt_state = tx.init(params)
+  for i in range(1, _MOST_STEPS + 1):
+    rows = data_order(len(examples), 0, (i - 1) * _BATCH, _BATCH)
+    params, opt_state = step(params, opt_state, tokens[rows], taught[rows])
+    if i % _CHECK_EVERY == 0:
+      reached = evaluator(params).mean
+      if reached >= TARGET:
+        print(f'tiny: expected reward {reached:.3f} after {i} steps')
+        return nnx.to_pure_dict(params)
+  raise WarmupError(
+    f'tiny reached {reached:.3f} of {TARGET} on {task.name} in {i} steps'
+  )
