@@ -72,16 +72,16 @@ def leaf_words(words: jax.Array, paths: list[str]) -> jax.Array:
   """
   if not paths:
     return jnp.zeros((0, 2), _U32)
-  hashes = np.array(
-    [
-      np.frombuffer(
-        hashlib.blake2b(path.encode(), digest_size=8).digest(), '<u4'
-      )
-      for path in paths
-    ],
-    np.uint32,
-  )
-  return jax.vmap(lambda h: fold(fold(words, h[0]), h[1]))(hashes)
+  leaf_key = jax.vmap(lambda h: fold(fold(words, h[0]), h[1]))
+  return leaf_key(path_hashes(paths))
+
+
+def path_hashes(paths: list[str]) -> np.ndarray:
+  """64 bits of BLAKE2b of each path, as two words: `uint32[len(paths), 2]`."""
+  digests = [
+    hashlib.blake2b(path.encode(), digest_size=8).digest() for path in paths
+  ]
+  return np.frombuffer(b''.join(digests), '<u4').reshape(-1, 2)
 
 
 def random_bits(leaf_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -205,14 +205,20 @@ def is_neighbour(q: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def saturate(x: jax.Array, target: jnp.dtype) -> jax.Array:
-  """Clamps finite FP32 values to the largest finite value of `target`."""
+  """Clamps finite FP32 values to the largest finite value of `target`.
+
+  The last operation is on FP32, so that XLA's CPU backend writes a shadow once
+  and rounds what it wrote. With a bitcast at the end it merges that with the
+  bitcast of the rounding, computes the shadow twice and copies the donated
+  buffers first: 70 bytes a parameter in place of 46.
+  """
   largest = 0x7F7F0000 if target == jnp.bfloat16 else 0x477FE000
   bits = _bits(x)
   magnitude = bits & _U32(0x7FFFFFFF)
   over = (magnitude > _U32(largest)) & (magnitude < _U32(_INF32))
   sign = bits & _U32(0x80000000)
-  bits = jnp.where(over, sign | _U32(largest), bits)
-  return lax.bitcast_convert_type(bits, jnp.float32)
+  limit = lax.bitcast_convert_type(sign | _U32(largest), jnp.float32)
+  return jnp.where(over, limit, x)
 
 
 def _split(magnitude, target: jnp.dtype):

@@ -8,8 +8,9 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from sr_optax import chain, noise, paths, residual, rounding
 from sr_optax import link as link_lib
+from sr_optax import noise, paths, residual, rounding
+from sr_optax.chain import Chain
 
 
 def shadow_params(opt_state, params):
@@ -98,7 +99,7 @@ def init_from_shadow(
     ValueError: if `tx` keeps no state of a rounding link.
   """
   part = getattr(tx.update, '__self__', None)
-  link = part.link if isinstance(part, chain.Chain) else part
+  link = part.link if isinstance(part, Chain) else part
   if dtype is None:
     dtype = link.target if isinstance(link, link_lib.Link) else jnp.bfloat16
   target = rounding.check_target(dtype)
@@ -120,7 +121,7 @@ def init_from_shadow(
     )
 
   opt_state = tx.init(visible({}))
-  if isinstance(part, chain.Chain):
+  if isinstance(part, Chain):
     opt_state = (*part.inner.init(shadow), opt_state[-1])
   keys = {}
   for state in find_links(opt_state):

@@ -3,8 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from train import arms
-from train import tasks
+from train import arms, tasks
 
 
 class ConfigError(ValueError):
@@ -50,7 +49,7 @@ class Config:
   """Steps between measurements of the KL divergence from the reference; 0
   keeps no reference."""
 
-  def __post_init__(self):
+  def __post_init__(self):  # noqa: D105
     for name, known in (('task', tasks.TASKS), ('arm', arms.ARMS)):
       value = getattr(self, name)
       if value not in known:

@@ -54,9 +54,7 @@ def kl_k3(logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:
   return jnp.expm1(jnp.minimum(d, _LARGEST_LOG_RATIO)) - d
 
 
-def kl_exact(
-  log_p: jax.Array, reference_log_p: jax.Array
-) -> jax.Array:
+def kl_exact(log_p: jax.Array, reference_log_p: jax.Array) -> jax.Array:
   """KL(policy || reference) over the whole vocabulary, in nats.
 
       sum_v p_v * (log p_v - log q_v)

@@ -168,34 +168,21 @@ class Decoder(nnx.Module):
       cache or, without one, the keys and values of these T tokens.
 
     Raises:
-      ValueError: a prefix without `prefix_valid`, or whose P does not divide
-        B; a cache without `cache_index`.
+      ValueError: a prefix without `prefix_valid` or a cache without
+        `cache_index`, or the reverse; a P that does not divide B.
     """
-    batch, time = tokens.shape
-    if prefix is not None:
-      if prefix_valid is None:
-        raise ValueError('prefix needs prefix_valid')
-      if batch % prefix_valid.shape[0]:
-        raise ValueError(
-          f'batch {batch} is not a multiple of {prefix_valid.shape[0]} prompts'
-        )
+    batch = tokens.shape[0]
+    if (prefix is None) != (prefix_valid is None):
+      raise ValueError('prefix and prefix_valid go together')
+    if prefix is not None and batch % prefix_valid.shape[0]:
+      raise ValueError(
+        f'batch {batch} is not a multiple of {prefix_valid.shape[0]} prompts'
+      )
     if (cache is None) != (cache_index is None):
       raise ValueError('cache and cache_index go together')
 
-    query = jnp.arange(time)[:, None]
-    if cache is None:
-      mask = valid[:, None] & (jnp.arange(time)[None] <= query)[None]
-    else:
-      slot = jnp.arange(cache.k.shape[2])[None]
-      mask = jnp.broadcast_to(
-        slot <= query + cache_index, (batch, time, slot.size)
-      )
-    if prefix is not None:
-      group = batch // prefix_valid.shape[0]
-      seen = jnp.repeat(prefix_valid, group, axis=0)[:, None]  # [B, 1, S]
-      seen = jnp.broadcast_to(seen, (batch, time, seen.shape[2]))
-      mask = jnp.concatenate([seen, mask], axis=2)  # [B, T, prefix + own]
-
+    slots = None if cache is None else cache.k.shape[2]
+    mask = _visible(valid, prefix_valid, slots, cache_index)
     rotation = _rotation(positions, self.config)
     eps, precision = self.config.rms_eps, _precision(compute_dtype)
 
@@ -220,12 +207,11 @@ class Decoder(nnx.Module):
       segments = [own] if prefix is None else [prefix, own]
       segments = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), segments)
       y = _attend(q, segments, mask, precision)
-      x += jnp.tensordot(y, w['o'], 2, precision=precision)
+      x += _linear(y, w['o'], precision, contracted=2)
       y = _rms_norm(x, w['mlp_norm'], eps)
-      gate = jnp.einsum('btd,df->btf', y, w['gate'], precision=precision)
-      up = jnp.einsum('btd,df->btf', y, w['up'], precision=precision)
-      y = jax.nn.silu(gate) * up
-      x += jnp.einsum('btf,fd->btd', y, w['down'], precision=precision)
+      gate = _linear(y, w['gate'], precision)
+      y = jax.nn.silu(gate) * _linear(y, w['up'], precision)
+      x += _linear(y, w['down'], precision)
       return (x, cache), own if cache is None else None
 
     if remat:
@@ -263,6 +249,35 @@ def _precision(compute_dtype) -> jax.lax.Precision:
   return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
 
+def _visible(valid, prefix_valid, slots, cache_index):
+  """Which keys a query sees, the prefix first: bool `[B, T, S]`."""
+  batch, time = valid.shape
+  query = jnp.arange(time)[:, None]
+  if slots is None:
+    mask = valid[:, None] & (query >= query.T)[None]
+  else:
+    seen = jnp.arange(slots)[None] <= query + cache_index
+    mask = jnp.broadcast_to(seen, (batch, time, slots))
+  if prefix_valid is None:
+    return mask
+  prompts, length = prefix_valid.shape
+  prefix = jnp.repeat(prefix_valid, batch // prompts, axis=0)[:, None]
+  prefix = jnp.broadcast_to(prefix, (batch, time, length))
+  return jnp.concatenate([prefix, mask], axis=2)
+
+
+def _linear(x, weight, precision, contracted=1):
+  """Contracts the last axes of x `[B, T, ...]` with the first of a weight.
+
+  As a product of two matrices: for the gradient of a weight, XLA on a CPU
+  transposes the activations, slowly, if it has to contract over B and T.
+  """
+  batch_time, out = x.shape[:2], weight.shape[contracted:]
+  x = x.reshape(batch_time[0] * batch_time[1], -1)
+  y = jnp.dot(x, weight.reshape(x.shape[1], -1), precision=precision)
+  return y.reshape(*batch_time, *out)
+
+
 def _rms_norm(x, weight, eps):
   wide = x.astype(jnp.float32)
   wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
@@ -289,10 +304,7 @@ def _rotate(x, rotation):
 
 def _project(x, w, rotation, eps, precision):
   """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]` of one layer."""
-  q, k, v = (
-    jnp.einsum('btd,dnh->btnh', x, w[name], precision=precision)
-    for name in 'qkv'
-  )
+  q, k, v = (_linear(x, w[name], precision) for name in 'qkv')
   if 'q_bias' in w:
     q += w['q_bias'][None, None]
     k += w['k_bias'][None, None]

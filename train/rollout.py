@@ -18,7 +18,7 @@ class Prompts(NamedTuple):
 
   @property
   def valid(self) -> jax.Array:
-    """bool `[P, S]`, True for real tokens."""
+    """Bool `[P, S]`, True for real tokens."""
     return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
@@ -36,7 +36,7 @@ class Completions(NamedTuple):
 
   @property
   def mask(self) -> jax.Array:
-    """bool `[B, T]`, True for sampled tokens."""
+    """Bool `[B, T]`, True for sampled tokens."""
     return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
 import sr_optax
 
 BF16, FP16 = jnp.bfloat16, jnp.float16
@@ -159,9 +160,7 @@ def test_every_nan_payload_stays_nan(target):
       q = code(round_one(float32(word), draws))
       magnitude = q & 0x7FFF
       assert (magnitude > (0x7F80 if target == BF16 else 0x7C00)).all()
-      np.testing.assert_array_equal(
-        q & 0x8000, np.broadcast_to(sign, q.shape)
-      )
+      np.testing.assert_array_equal(q & 0x8000, np.broadcast_to(sign, q.shape))
 
 
 @pytest.mark.parametrize('target', [BF16, FP16])
@@ -207,9 +206,13 @@ def test_the_result_is_one_of_the_two_neighbours(target):
     high = np.asarray(round_one(sign * x, ones)).astype(float)
     i = np.searchsorted(grid, x.astype(float), 'right') - 1
     np.testing.assert_array_equal(sign * low, grid[i])
-    above = np.where(grid[i] == x, grid[i], grid[np.minimum(i + 1, len(grid) - 1)])
+    above = np.where(
+      grid[i] == x, grid[i], grid[np.minimum(i + 1, len(grid) - 1)]
+    )
     if target == FP16:  # a fraction below 2^-32 of a step never rounds away
-      above = np.where((x.astype(float) - grid[i]) * 2**24 < 2**-32, grid[i], above)
+      above = np.where(
+        (x.astype(float) - grid[i]) * 2**24 < 2**-32, grid[i], above
+      )
     np.testing.assert_array_equal(sign * high, above)
 
 

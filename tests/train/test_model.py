@@ -531,7 +531,7 @@ def test_incomplete_segments_are_errors():
   prompts, completions = grouped()
   run = functools.partial(forward, graph, params)
   _, prefix = run(*prompts)
-  with pytest.raises(ValueError, match='prefix needs prefix_valid'):
+  with pytest.raises(ValueError, match='prefix and prefix_valid go'):
     run(*completions, prefix=prefix)
   with pytest.raises(ValueError, match='4 is not a multiple of 3 prompts'):
     run(*[x[:4] for x in completions], prefix=prefix, prefix_valid=prompts[2])

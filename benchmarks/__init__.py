@@ -1,0 +1,1 @@
+"""Benchmarks of the checkout; not in the wheel."""
