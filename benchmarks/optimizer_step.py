@@ -186,9 +186,7 @@ def measure(size: int, rounds: int, steps: int) -> dict:
       times[name].append((time.perf_counter() - start) / steps / count * 1e9)
       carries[name] = carry
   for name, row in rows.items():
-    ratios = [
-      a / b for a, b in zip(times[name], times[_BASELINE], strict=True)
-    ]
+    ratios = [a / b for a, b in zip(times[name], times[_BASELINE], strict=True)]
     row['ns_per_param'] = statistics.median(times[name])
     row['ratio_to_rn'] = statistics.median(ratios)
     row['ns_per_param_rounds'] = times[name]

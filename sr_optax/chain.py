@@ -77,7 +77,11 @@ def chain(
       'chain: the last transform must be stochastic_rounding(...) or '
       f'nearest_rounding(...), got {type(last).__name__}'
     )
-  return link_lib.transform(Chain(optax.chain(*transforms[:-1]), link))
+  if len(transforms) == 1:  # `optax.chain` needs one; this has an empty state
+    inner = optax.with_extra_args_support(optax.identity())
+  else:
+    inner = optax.chain(*transforms[:-1])
+  return link_lib.transform(Chain(inner, link))
 
 
 def upcast() -> optax.GradientTransformation:

@@ -149,8 +149,9 @@ def apply_updates(params, updates, opt_state):
 
   Exact without exception where the state keeps a float32 shadow. With
   `residual16` or no shadow the sum `param + update` is what there is; it lacks
-  the sign of a zero that a weight of the other sign rounds to, and weights that
-  shrink by more than a factor of 2^15 in one step.
+  the sign of a zero that a weight of the other sign rounds to, weights that
+  shrink by more than a factor of 2^16 in one step (FP16: 2^13), and differences
+  that overflow FP32.
 
   Args:
     params: the weights before the step.

@@ -7,6 +7,9 @@ import numpy as np
 from train.tokenizer import Tokenizer
 
 _NEWLINE = b'\n'
+# Stands for a token that has no text and ends nothing (a control token, a spare
+# row of the embedding): within an answer it must not go unnoticed.
+_NO_TEXT = '\N{REPLACEMENT CHARACTER}'.encode()
 
 
 class Ending(NamedTuple):
@@ -27,7 +30,11 @@ class Answers:
       vocab_size: V of the policy, which may exceed the tokenizer's.
     """
     self.tokenizer = tokenizer
-    self._bytes = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+    self._bytes = [
+      tokenizer.token_bytes(i) or _NO_TEXT for i in range(vocab_size)
+    ]
+    for i in tokenizer.eos_ids:
+      self._bytes[i] = b''
     self.terminators = np.array([_NEWLINE in b for b in self._bytes])
     self.terminators[list(tokenizer.eos_ids)] = True
     self._closing: dict[bytes, set[int]] = {b'': set(tokenizer.eos_ids)}
@@ -36,7 +43,7 @@ class Answers:
         self._closing.setdefault(text.split(_NEWLINE)[0], set()).add(i)
     self._inside: dict[bytes, list[int]] = {}
     for i, text in enumerate(self._bytes):
-      if text and not self.terminators[i]:
+      if not self.terminators[i]:
         self._inside.setdefault(text, []).append(i)
 
   def text(self, tokens: np.ndarray) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from train.answers import Answers
+from train.config import ConfigError
 from train.rollout import Prompts, cast, pad_prompts
 from train.scoring import completion_hidden
 from train.tasks import Task
@@ -68,6 +69,9 @@ class Evaluator:
       max_new_tokens: longest completion, its terminator included.
       temperature: of sampling.
       compute_dtype: of the forward.
+
+    Raises:
+      ConfigError: if all answers to a question are longer.
     """
     asked = task.evaluation[:questions]
     endings = [
@@ -76,7 +80,7 @@ class Evaluator:
     ]
     if not all(endings):
       shortest = next(q for q, e in zip(asked, endings, strict=True) if not e)
-      raise ValueError(
+      raise ConfigError(
         f'no accepted answer to {shortest.prompt!r} fits into '
         f'{max_new_tokens} new tokens'
       )

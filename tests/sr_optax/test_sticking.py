@@ -152,8 +152,9 @@ def grid_step(x, dtype):
 @pytest.mark.parametrize('shadow', ['float32', 'residual16'])
 def test_sticky_weights_change_no_more_often_than_their_shadow_crosses(shadow):
   # A weight changes where its shadow crosses its threshold: probability
-  # |displacement| / grid step. Per step, at most 1.2 times that, and at least
-  # 0.8 times (it is not stuck); 5 sigma of the count of changes are below 5 %.
+  # |displacement| / grid step, or 1 near zero where the steps are smaller. Per
+  # step at most 1.2 times that, and over all at least 0.8 times (it is not
+  # stuck); 5 sigma of the count of changes are below 10 % and 5 %.
   n, steps = 200_003, 40
   rng = np.random.default_rng(6)
   start = jnp.asarray(rng.standard_normal(n) * 0.02, BF16)
@@ -177,7 +178,9 @@ def test_sticky_weights_change_no_more_often_than_their_shadow_crosses(shadow):
     grad = jnp.asarray(rng.standard_normal(n), jnp.float32)
     params, state, changed, shadow_now = step(params, state, grad)
     shadow_now = np.asarray(shadow_now)
-    expected = (np.abs(shadow_now - old) / grid_step(old, BF16)).sum()
+    crossings = np.abs(shadow_now - old) / grid_step(old, BF16)
+    expected = np.minimum(crossings, 1).sum()
+    assert 5 * expected**0.5 < 0.1 * expected
     assert changed <= 1.2 * expected
     count, crossing, old = count + int(changed), crossing + expected, shadow_now
   assert 5 * crossing**0.5 < 0.05 * crossing

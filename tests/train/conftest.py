@@ -1,0 +1,190 @@
+"""Small decoders, a vocabulary of pieces, and the unshared computation."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from train import policy
+from train.model import Decoder, ModelConfig
+from train.pretrained import save_huggingface
+from train.rollout import Prompts
+from train.tokenizer import CharTokenizer
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+jax.config.update('jax_debug_key_reuse', True)
+
+CONFIG = ModelConfig(
+  vocab_size=29,
+  width=12,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_width=6,
+  ff_width=14,
+  context=64,
+  rope_theta=100.0,
+  tied_embeddings=True,
+)
+
+
+class Small(NamedTuple):
+  """A decoder of a few thousand weights, with logits of a few units."""
+
+  config: ModelConfig
+  graphdef: nnx.GraphDef
+  params: nnx.State  # float32, on the BF16 grid
+
+  def cast(self, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), self.params)
+
+  def prompts(self, lengths, width, seed=0) -> Prompts:
+    """Random prompts, the padding random too."""
+    rng = np.random.default_rng(seed)
+    size = (len(lengths), width)
+    tokens = rng.integers(0, self.config.vocab_size, size)
+    return Prompts(
+      jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    )
+
+  def tokens(self, batch, time, seed=1):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, self.config.vocab_size, (batch, time))
+    return jnp.asarray(tokens, jnp.int32)
+
+  def unshared(self, prompts, tokens):
+    """Every completion behind its own prompt, for `logits`.
+
+    Returns:
+      int32 `[B, S + T]`, and the slots `[B, T]` whose hidden states predict
+      the completions.
+    """
+    prompt_tokens, lengths = map(np.asarray, prompts)
+    tokens = np.asarray(tokens)
+    batch, time = tokens.shape
+    group = batch // len(lengths)
+    full = np.zeros((batch, prompt_tokens.shape[1] + time), np.int32)
+    slots = np.zeros((batch, time), np.int32)
+    for row in range(batch):
+      length = lengths[row // group]
+      full[row, :length] = prompt_tokens[row // group, :length]
+      full[row, length : length + time] = tokens[row]
+      slots[row] = length - 1 + np.arange(time)
+    return jnp.asarray(full), jnp.asarray(slots)
+
+  def logits(self, params, full, slots, dtype=jnp.float32):
+    """float32 `[B, T, V]` by one plain forward, traceable in `params`."""
+    model = nnx.merge(self.graphdef, params)
+    positions = jnp.broadcast_to(jnp.arange(full.shape[1])[None], full.shape)
+    valid = jnp.ones(full.shape, bool)
+    hidden, _ = model(full, positions, valid, compute_dtype=dtype)
+    hidden = jnp.take_along_axis(hidden, slots[..., None], axis=1)
+    return model.logits(hidden, compute_dtype=dtype)
+
+  def numpy_log_p(self, prompts, tokens, temperature=1.0, dtype=jnp.float32):
+    """float64 log-probabilities `[B, T, V]` of the unshared computation."""
+    full, slots = self.unshared(prompts, tokens)
+    logits = _logits(self, self.cast(dtype), full, slots, dtype)
+    return log_softmax(np.asarray(logits, np.float64) / temperature)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _jitted_logits(static, params, full, slots, dtype):
+  config, graphdef = static
+  return Small(config, graphdef, params).logits(params, full, slots, dtype)
+
+
+def _logits(small, params, full, slots, dtype):
+  static = small.config, small.graphdef
+  return _jitted_logits(static, params, full, slots, dtype)
+
+
+def log_softmax(x):
+  x = x - x.max(axis=-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def random_params(config, seed=0):
+  """No weight at a neutral value, all on the BF16 grid."""
+  shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+  rng = np.random.default_rng(seed)
+
+  def draw(path, leaf):
+    values = rng.normal(size=leaf.shape) * 0.4
+    if 'norm' in jax.tree_util.keystr(path):
+      values += 1
+    return jnp.asarray(values, jnp.bfloat16).astype(jnp.float32)
+
+  params = nnx.to_pure_dict(nnx.state(shapes, nnx.Param))
+  return jax.tree_util.tree_map_with_path(draw, params)
+
+
+@pytest.fixture(scope='session')
+def make_small():
+  @functools.cache
+  def make(seed=0, **changes) -> Small:
+    config = dataclasses.replace(CONFIG, **changes)
+    built = policy.build(config, random_params(config, seed))
+    return Small(config, *built)
+
+  return make
+
+
+@pytest.fixture(scope='session')
+def small(make_small):
+  return make_small()
+
+
+class Pieces:
+  """A vocabulary with everything that makes endings hard to find.
+
+  Tokens of several characters, newlines before, within and after text, two
+  ids for one text, two ways to end (one is written out), a token without
+  text, half a character.
+  """
+
+  pieces = (
+    b'', b'1', b'2', b'12', b' 1', b'\n', b'2\n', b'\n\n', b'\nx', b'',
+    b' ', b'2\n1', b'1', b'</s>', b'\xc3', b'\xa9', b'=',
+  )  # fmt: skip
+  eos_ids = (0, 13)
+  pad_id = 0
+  vocab_size = len(pieces)
+
+  def token_bytes(self, token_id):
+    return self.pieces[token_id] if token_id < len(self.pieces) else b''
+
+  def encode(self, text):
+    return [self.pieces.index(character.encode()) for character in text]
+
+
+@pytest.fixture(scope='session')
+def pieces():
+  return Pieces()
+
+
+CHARACTERS = '0123456789+= \n'
+
+
+@pytest.fixture
+def make_folder(tmp_path):
+  """Writes an untrained character model as a Hugging Face directory."""
+
+  def make(name='model', **changes):
+    tokenizer = CharTokenizer(CHARACTERS)
+    config = dataclasses.replace(
+      CONFIG, **({'vocab_size': tokenizer.vocab_size} | changes)
+    )
+    params = random_params(config)
+    path = tmp_path / name
+    save_huggingface(path, config, params, tokenizer, dtype=jnp.bfloat16)
+    return path
+
+  return make
+
+
