@@ -140,7 +140,7 @@ def shapes(size: int) -> dict[str, tuple[int, ...]]:
   """Stacked shapes of a decoder of about `size` parameters."""
   layers, vocabulary = 8, 8192
   # size = 12 layers width^2 + vocabulary width
-  root = math.sqrt(vocabulary**2 + 48 * layers * size)
+  root = math.sqrt(vocabulary**2 + 48 * layers * size)  # of the quadratic
   width = max(16, 16 * round((root - vocabulary) / (24 * layers) / 16))
   hidden = 16 * round(width * 8 / 3 / 16)
   return {
@@ -214,6 +214,7 @@ def machine() -> dict:
     'platform': jax.default_backend(),
     'device_kind': jax.devices()[0].device_kind,
     'cores': len(os.sched_getaffinity(0)),
+    'load_average': round(os.getloadavg()[0], 1),  # of other jobs, at the start
     'jax': jax.__version__,
     'optax': optax.__version__,
   }

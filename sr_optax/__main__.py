@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 from sr_optax import forecast
 
+_FLOATS = ('BF16', 'F16', 'F32', 'F64')  # names of safetensors
 _EPILOG = """\
 movable: share of the weights that the largest Adam step, lr * sqrt((1 - b1) /
 (1 - b2)), can move visibly under round-to-nearest; steady: share that one step
 of a steady gradient, lr, moves; steps to half: such steps in one direction
-until half of the weights have moved. Leaves that stick most come first.
+until half of the weights have moved. Leaves that stick most come first;
+tensors that are not BF16, F16, F32 or F64 are left out.
 """
 
 
@@ -110,9 +112,6 @@ def _tensors(path: pathlib.Path) -> Iterator[tuple[str, object]]:
             yield name, tensors.get_tensor(name)
     except (OSError, safetensors.SafetensorError) as error:
       raise _InputError(f'{file}: cannot be read: {error}') from None
-
-
-_FLOATS = ('BF16', 'F16', 'F32', 'F64')
 
 
 def _fail(message: str) -> int:

@@ -99,7 +99,7 @@ def run(config: Config) -> dict[str, Any]:
     'peak_memory_gib': _peak_memory_gib(),
   }
   folder.write_summary(summary)
-  plot.plot_run(folder.path)
+  plot.plot_runs([folder.path], folder.path / 'reward.png')
   _report(config, summary, folder.path)
   return summary
 

@@ -1,66 +1,158 @@
-"""The picture of a run: reward, divergence and what became visible."""
+"""Pictures of runs: `python -m train.plot RUN [RUN ...]`."""
 
+import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+import tyro
 
+from train.config import ConfigError
 from train.run_folder import read_metrics
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is set
 
 _WINDOW = 5  # steps of the moving average
+_BEFORE = ('eval_before', 'eval_before_standard_error')
 
 
-def plot_run(path: Path) -> Path:
-  """Draws `reward.png` into a run folder from what the run wrote there."""
-  records = read_metrics(path)
-  config = json.loads((path / 'config.json').read_text())
-  step = np.array([record['step'] for record in records])
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+  """Draws reward, KL, sticking and mismatch of one or several runs."""
 
-  def series(name):
-    found = [(r['step'], r[name]) for r in records if r.get(name) is not None]
-    return np.array(found).reshape(-1, 2).T
+  runs: tyro.conf.Positional[tuple[Path, ...]]
+  """Run folders."""
+  out: Path = Path('runs.png')
+  """The picture."""
 
-  figure, (reward, kl, weights) = plt.subplots(
-    1, 3, figsize=(13, 3.8), layout='constrained'
-  )
+
+class _Run:
+  """A run's settings, and its metrics as arrays."""
+
+  def __init__(self, path: Path):
+    try:
+      self.config = json.loads((path / 'config.json').read_text())
+      self._records = read_metrics(path)
+      summary = path / 'summary.json'
+      self._summary = (
+        json.loads(summary.read_text()) if summary.exists() else {}
+      )
+    except (OSError, ValueError) as error:
+      raise ConfigError(f'{path} is no run folder: {error}') from error
+
+  def label(self, runs: Sequence['_Run']) -> str:
+    """What sets this run apart from the others."""
+    names = ('model', 'task', 'arm', 'lr', 'seed')
+    differing = [
+      name
+      for name in names
+      if name == 'arm' or len({run.config[name] for run in runs}) > 1
+    ]
+    return ', '.join(
+      f'{name} {self.config[name]:g}'
+      if name in ('lr', 'seed')
+      else str(self.config[name])
+      for name in differing
+    )
+
+  def held_out(self) -> np.ndarray:
+    """Steps, held-out rewards and standard errors, the start included."""
+    after = self.series('step', 'eval_reward', 'eval_standard_error')
+    if 'eval_before' not in self._summary:
+      return after
+    start = [self._summary[n] for n in _BEFORE]
+    return np.concatenate([[[0.0], *([x] for x in start)], after], axis=1)
+
+  def series(self, *names: str) -> np.ndarray:
+    """The named metrics at the steps that have all of them, a row each."""
+    rows = [
+      [record[name] for name in names]
+      for record in self._records
+      if all(record.get(name) is not None for name in names)
+    ]
+    return np.array(rows, float).reshape(-1, len(names)).T
+
+
+def plot_runs(paths: Sequence[Path], out: Path) -> None:
+  """Draws runs side by side, a colour each.
+
+  Raises:
+    ConfigError: if a path is no run folder.
+  """
+  runs = [_Run(Path(path)) for path in paths]
+  figure, axes = plt.subplots(2, 3, figsize=(14, 7.5), layout='constrained')
+  first = runs[0].config
   figure.suptitle(
-    f'{config["model"]} on {config["task"]}, {config["arm"]}, '
-    f'learning rate {config["lr"]:g}'
+    f'{first["model"]} on {first["task"]}: {first["prompts"]} prompts x '
+    f'{first["group"]} completions a step, learning rate {first["lr"]:g}'
   )
-  sampled = series('reward_mean')[1]
-  reward.plot(step, sampled, '.', color='0.6', label='sampled, each step')
-  if len(step) >= _WINDOW:
-    mean = np.convolve(sampled, np.ones(_WINDOW) / _WINDOW, 'valid')
-    label = f'sampled, mean of {_WINDOW} steps'
-    reward.plot(step[_WINDOW - 1 :], mean, color='C0', label=label)
-  held_out, error = series('eval_reward'), series('eval_standard_error')
-  reward.errorbar(
-    *held_out, error[1], fmt='o', color='C1', capsize=3, label='held out'
+  (reward, kl, trade), (changed, slope, mismatch) = axes
+  for i, run in enumerate(runs):
+    color, label = f'C{i}', run.label(runs)
+    step, sampled = run.series('step', 'reward_mean')
+    reward.plot(step, sampled, '.', color=color, alpha=0.3)
+    window = min(_WINDOW, len(sampled))
+    mean = np.convolve(sampled, np.ones(window) / window, 'valid')
+    reward.plot(step[window - 1 :], mean, color=color, label=label)
+    reward.errorbar(*run.held_out(), fmt='o', color=color, capsize=3)
+    kl.plot(*run.series('step', 'kl_exact'), color=color)
+    kl_at, reward_at = run.series('kl_exact', 'reward_mean')
+    if len(kl_at) >= window:
+      kernel = np.ones(window) / window
+      trade.plot(
+        np.convolve(kl_at, kernel, 'valid'),
+        np.convolve(reward_at, kernel, 'valid'),
+        '.-',
+        color=color,
+      )
+    x, y = run.series('step', 'changed_fraction')
+    changed.plot(x, 100 * y, color=color)
+    slope.plot(*run.series('step', 'displacement_slope'), color=color)
+    mismatch.plot(*run.series('step', 'mismatch_k3'), color=color)
+  reward.axhline(first['best_constant_share'], color='0.4', linestyle=':')
+  reward.set(
+    title=f'Reward: steps, mean of {_WINDOW}, held out (circles)',
+    ylabel='share of right answers; dotted: best constant',
   )
-  reward.axhline(
-    config['best_constant_share'],
-    color='0.4',
-    linestyle=':',
-    label='best constant answer',
+  reward.legend(fontsize=9)
+  kl.set(title='KL to the reference', ylabel='nats per completion')
+  trade.set(
+    title=f'Reward against KL, means of {_WINDOW} steps',
+    xlabel='nats per completion',
+    ylabel='share of right answers',
   )
-  reward.set(xlabel='step', ylabel='reward (share of right answers)')
-  reward.set_ylim(0, 1)
-  reward.legend(fontsize=8)
-  kl.plot(*series('kl_exact'), color='C3', label='whole vocabulary')
-  kl.plot(*series('kl_k3'), color='C3', alpha=0.4, label='k3 estimate')
-  kl.set(xlabel='step', ylabel='KL to the reference (nats/completion)')
-  kl.legend(fontsize=8)
-  for name, label in (('changed', 'visibly changed'), ('stuck', 'stuck')):
-    x, y = series(f'{name}_fraction')
-    weights.plot(x, 100 * y, label=label)
-  weights.set(xlabel='step', ylabel='weights (%)')
-  weights.set_ylim(0, None)
-  weights.legend(fontsize=8)
-  file = path / 'reward.png'
-  figure.savefig(file, dpi=120)
+  changed.set(title='Weights visibly changed by a step', ylabel='%')
+  changed.set_ylim(0, None)
+  slope.set(
+    title='Visible against true displacement from the start',
+    ylabel='slope; 1: nothing sticks',
+  )
+  mismatch.set(
+    title='Sampler against training forward (k3)', ylabel='nats per token'
+  )
+  for ax in (reward, kl, changed, slope, mismatch):
+    ax.set_xlabel('step')
+  figure.savefig(out, dpi=110)
   plt.close(figure)
-  return file
+
+
+def main() -> int:
+  """Parses the command line and draws; 2 for what the user can mend."""
+  arguments = tyro.cli(Arguments, prog='python -m train.plot')
+  try:
+    if not arguments.runs:
+      raise ConfigError('expected at least one run folder')
+    plot_runs(arguments.runs, arguments.out)
+  except (ConfigError, OSError) as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  print(arguments.out)
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

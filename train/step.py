@@ -50,7 +50,8 @@ def train_step(
   divergence. Metrics are float32 scalars: `loss`, `grad_norm` (before
   clipping), `entropy` (nats per token), `kl_exact`, `kl_k3` (nats per
   completion), `mismatch_k1` and `mismatch_k3` (nats per token, sampler against
-  this forward), `changed_fraction` and `stuck_fraction` (of all weights).
+  this forward), and of `sr_optax.sticking_metrics` all but what cannot happen
+  here; FP32 weights have only `changed_fraction` and `stuck_fraction`.
   """
 
   def loss(params, batch, reference):
@@ -87,7 +88,8 @@ def train_step(
     new_params = optax.apply_updates(params, updates)
     metrics = {'loss': value, 'grad_norm': optax.global_norm(grads)}
     metrics |= _token_metrics(scores, batch.completions)
-    metrics |= _sticking(params, opt_state, new_params, new_opt_state)
+    start = None if reference is None else reference.params
+    metrics |= _sticking(params, opt_state, new_params, new_opt_state, start)
     return TrainState(new_params, new_opt_state), metrics
 
   return jax.jit(step, donate_argnums=0)
@@ -117,16 +119,15 @@ def _token_metrics(scores, completions) -> dict[str, jax.Array]:
   return metrics
 
 
-def _sticking(params, opt_state, new_params, new_opt_state):
+def _sticking(params, opt_state, new_params, new_opt_state, start):
   leaves = jax.tree.leaves(params)
-  if all(leaf.dtype == jnp.float32 for leaf in leaves):  # no shadow
+  if all(leaf.dtype == jnp.float32 for leaf in leaves):  # nothing is rounded
     changed = jax.tree.map(lambda p, q: jnp.sum(p != q), params, new_params)
     size = sum(leaf.size for leaf in leaves)
     fraction = sum(jax.tree.leaves(changed)) / size
     return {'changed_fraction': fraction, 'stuck_fraction': jnp.float32(0)}
   measured = sr_optax.sticking_metrics(
-    params, opt_state, new_params, new_opt_state
+    params, opt_state, new_params, new_opt_state, start_params=start
   )
-  return {
-    name: measured[name] for name in ('changed_fraction', 'stuck_fraction')
-  }
+  del measured['leaves'], measured['foreign_count']
+  return measured
