@@ -231,14 +231,15 @@ def stochastic_rounding(
     )
   if refresh_every != math.inf:
     try:
-      refresh_every = operator.index(refresh_every)
+      steps = operator.index(refresh_every)
     except TypeError:
-      refresh_every = 0 if isinstance(refresh_every, bool) else refresh_every
-    if not isinstance(refresh_every, int) or refresh_every < 1:
+      steps = 0
+    if steps < 1 or isinstance(refresh_every, bool):
       raise ValueError(
         'refresh_every: expected a whole number of steps >= 1 or math.inf, '
         f'got {refresh_every!r}'
       )
+    refresh_every = steps
   if shadow is None and refresh_every != 1:
     raise ValueError(
       'shadow=None needs refresh_every=1: the same noise at every step of the '

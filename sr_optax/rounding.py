@@ -189,7 +189,8 @@ def apply_noise(x: jax.Array, u: jax.Array, target: jnp.dtype) -> jax.Array:
 def is_neighbour(q: jax.Array, x: jax.Array) -> jax.Array:
   """Whether `q` is a legal rounding of the FP32 `x`; bool, shape of `x`.
 
-  Compares bits (NaN is a neighbour of NaN, -0 is none of +0).
+  Compares bits: NaN is a neighbour of NaN. Of the two zeros each stands for
+  the other, because `optax.apply_updates` turns a -0.0 into +0.0.
   """
   ones = 0xFFFF if q.dtype == jnp.bfloat16 else 0xFFFFFFFF
   bits = lax.bitcast_convert_type(q, jnp.uint16)
@@ -198,10 +199,11 @@ def is_neighbour(q: jax.Array, x: jax.Array) -> jax.Array:
     for u in (0, ones)
   )
   magnitude = bits & jnp.uint16(0x7FFF)
+  both_zero = (magnitude | (low & jnp.uint16(0x7FFF))) == 0
   both_nan = (magnitude > jnp.uint16(_INF16[q.dtype])) & (
     (_bits(x) & _U32(0x7FFFFFFF)) > _U32(_INF32)
   )
-  return (bits == low) | (bits == high) | both_nan
+  return (bits == low) | (bits == high) | both_zero | both_nan
 
 
 def saturate(x: jax.Array, target: jnp.dtype) -> jax.Array:

@@ -214,13 +214,25 @@ def map_links(
     if kind is None:
       return node
     count += 1
-    if isinstance(node, kind):
-      return function(node)
-    fields = {name: node[name] for name in kind._fields}
-    new = function(kind(**fields))
+    typed = isinstance(node, kind)
+    fields = node._asdict() if typed else {name: node[name] for name in node}
+    # Scalars may still be wrapped (NNX variables): take them out, put back.
+    scalars = {
+      name: jax.tree.flatten(x)
+      for name, x in fields.items()
+      if name != 'shadow'
+    }
+    bare = {name: leaves[0] for name, (leaves, _) in scalars.items()}
+    new = function(kind(**bare, shadow=fields.get('shadow')))
+    for name, (_, treedef) in scalars.items():
+      fields[name] = treedef.unflatten([getattr(new, name)])
+    if 'shadow' in fields:
+      fields['shadow'] = new.shadow
+    if typed:
+      return kind(**fields)
     copy = jax.tree.map(lambda x: x, node)
-    for name in kind._fields:
-      copy[name] = getattr(new, name)
+    for name, value in fields.items():
+      copy[name] = value
     return copy
 
   result = jax.tree.map(
@@ -242,6 +254,9 @@ def _link_type(node) -> type | None:
       return kind
     if isinstance(node, Mapping) and set(node) == set(kind._fields):
       return kind
+  # An NNX state has no entry for a shadow that is None.
+  if isinstance(node, Mapping) and set(node) == {'count', 'key', 'last_key'}:
+    return link_lib.StochasticRoundingState
   return None
 
 

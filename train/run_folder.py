@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,22 @@ class RunFolder:
   def append_metrics(self, record: dict[str, Any]) -> None:
     """Adds one line to `metrics.jsonl`, at once on disk."""
     with open(self.path / 'metrics.jsonl', 'a') as file:
-      file.write(json.dumps(record) + '\n')
+      file.write(json.dumps(_strict(record), allow_nan=False) + '\n')
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`."""
-    self._write_json('summary.json', summary)
+    self._write_json('summary.json', _strict(summary))
 
   def _write_json(self, name: str, content: dict[str, Any]) -> None:
     (self.path / name).write_text(json.dumps(content, indent=2) + '\n')
+
+
+def _strict(record: dict[str, Any]) -> dict[str, Any]:
+  """JSON knows no NaN: null where a number does not exist (a share of none)."""
+  return {
+    name: None if isinstance(x, float) and not math.isfinite(x) else x
+    for name, x in record.items()
+  }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

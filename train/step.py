@@ -86,7 +86,7 @@ def train_step(
     )
     updates, new_opt_state = tx.update(grads, opt_state, params)
     new_params = optax.apply_updates(params, updates)
-    metrics = {'loss': value, 'grad_norm': optax.global_norm(grads)}
+    metrics = {'loss': value, 'grad_norm': optax.tree.norm(grads)}
     metrics |= _token_metrics(scores, batch.completions)
     start = None if reference is None else reference.params
     metrics |= _sticking(params, opt_state, new_params, new_opt_state, start)

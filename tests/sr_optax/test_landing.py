@@ -197,17 +197,20 @@ def test_minus_zero_stays_minus_zero_where_nothing_changes():
   np.testing.assert_array_equal(code(landed), [0x8000, 0, 0])
 
 
-def test_our_apply_updates_writes_minus_zero():
-  # -2^-132 rounds to -0.0 or to the next subnormal below.
-  p = jnp.full((101,), 1.0, BF16)
-  goal = np.float32(-(2.0**-24))
-  landed, ours, truth = apply_both(p, jnp.full((101,), goal - 1), BF16)
-  np.testing.assert_array_equal(code(ours), code(truth))
-  del landed
-  p = jnp.asarray(np.full(101, 1, np.uint16).view(BF16))  # smallest subnormal
-  u = np.full(101, 0x80018000, np.uint32).view(np.float32)
-  _, ours, truth = apply_both(p, u, BF16)
-  np.testing.assert_array_equal(code(ours), code(truth))
+def test_our_apply_updates_writes_minus_zero_where_optax_cannot():
+  # From the smallest positive subnormal 2^-133 to -2^-134, in between -0.0 and
+  # the first negative one. FP32 is the sum of words here: no arithmetic.
+  p = jnp.asarray(np.full(101, 1, np.uint16).view(BF16))
+  tx = sr_optax.stochastic_rounding(jax.random.key(0))
+  state = tx.init(p)
+  half = np.full(101, 0x80008000, np.uint32).view(np.float32)
+  state = state._replace(shadow=half)
+  truth = code(sr_optax.stochastic_round_tree(state.last_key, half))
+  assert set(truth) == {0x8000, 0x8001}
+  updates = link.difference(jnp.asarray(truth.view(BF16)), p)
+  ours = sr_optax.apply_updates(p, updates, state)
+  np.testing.assert_array_equal(code(ours), truth)
+  assert (code(optax.apply_updates(p, updates)) != truth).any()
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])

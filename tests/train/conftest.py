@@ -19,6 +19,15 @@ from train.tokenizer import CharTokenizer
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_debug_key_reuse', True)
 
+
+@pytest.fixture(scope='module')
+def quick_compile():
+  """Spares LLVM's optimisations, which cost more than small models gain."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
 CONFIG = ModelConfig(
   vocab_size=29,
   width=12,
@@ -89,19 +98,21 @@ class Small(NamedTuple):
   def numpy_log_p(self, prompts, tokens, temperature=1.0, dtype=jnp.float32):
     """float64 log-probabilities `[B, T, V]` of the unshared computation."""
     full, slots = self.unshared(prompts, tokens)
-    logits = _logits(self, self.cast(dtype), full, slots, dtype)
-    return log_softmax(np.asarray(logits, np.float64) / temperature)
+    batch, time = slots.shape
+    # Padded, so that most calls share one compiled shape.
+    full = jnp.pad(
+      full, [(0, max(15 - batch, 0)), (0, max(13 - full.shape[1], 0))]
+    )
+    slots = jnp.pad(slots, [(0, max(15 - batch, 0)), (0, max(7 - time, 0))])
+    static = self.config, self.graphdef
+    logits = _logits(static, self.cast(dtype), full, slots, dtype)
+    logits = np.asarray(logits, np.float64)[:batch, :time]
+    return log_softmax(logits / temperature)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def _jitted_logits(static, params, full, slots, dtype):
-  config, graphdef = static
-  return Small(config, graphdef, params).logits(params, full, slots, dtype)
-
-
-def _logits(small, params, full, slots, dtype):
-  static = small.config, small.graphdef
-  return _jitted_logits(static, params, full, slots, dtype)
+def _logits(static, params, full, slots, dtype):
+  return Small(*static, None).logits(params, full, slots, dtype)
 
 
 def log_softmax(x):
@@ -138,6 +149,27 @@ def make_small():
 @pytest.fixture(scope='session')
 def small(make_small):
   return make_small()
+
+
+TEMPERATURE = 0.7  # of `unshared_loss`
+
+
+@pytest.fixture(scope='session')
+def unshared_loss(small):
+  """Loss and gradient of the small decoder where nothing is shared.
+
+  Written out: - sum of advantage times log-probability, over sequences times
+  longest length (the ratio is 1, and its gradient that of the logarithm).
+  """
+
+  @jax.jit
+  @jax.value_and_grad
+  def run(params, full, slots, tokens, advantages, mask):
+    log_p = jax.nn.log_softmax(small.logits(params, full, slots) / TEMPERATURE)
+    logprobs = jnp.take_along_axis(log_p, tokens[..., None], axis=-1)[..., 0]
+    return -jnp.sum(advantages[:, None] * logprobs * mask) / mask.size
+
+  return run
 
 
 class Pieces:
@@ -186,5 +218,3 @@ def make_folder(tmp_path):
     return path
 
   return make
-
-

@@ -14,6 +14,8 @@ from train.evaluate import Evaluation, Evaluator
 from train.rollout import generate, pad_prompts
 from train.tasks import Question, Task
 
+pytestmark = pytest.mark.usefixtures('quick_compile')
+
 # Prompts of unequal length; answers of one to three characters.
 ASKED = [('1=', '2'), ('12=', '12'), ('2=', '1'), ('=', '121'), ('1=', '1')]
 LONGEST, TEMPERATURE, WIDTH = 4, 0.7, 3

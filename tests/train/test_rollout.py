@@ -8,6 +8,8 @@ from flax import nnx
 
 from train.rollout import Completions, Prompts, generate, pad_prompts
 
+pytestmark = pytest.mark.usefixtures('quick_compile')
+
 LENGTHS, WIDTH, GROUP, TIME = (6, 1, 4), 6, 5, 7
 BATCH = len(LENGTHS) * GROUP
 
@@ -200,25 +202,17 @@ def test_a_sample_does_not_depend_on_the_other_prompts(sample, prompts):
   assert np.any(same[:GROUP] != same[GROUP : 2 * GROUP])
 
 
-def test_at_temperature_0_the_likeliest_token_is_taken(small, sample, prompts):
-  got = sample(prompts, temperature=0.0)
+def test_at_temperature_0_the_likeliest_token_is_taken_in_a_batch_of_one(
+  small, sample
+):
+  prompts = small.prompts((3,), 3)
+  got = sample(prompts, group=1, temperature=0.0)
   log_p = small.numpy_log_p(prompts, got.tokens)
+  assert got.tokens.shape == (1, TIME)
   np.testing.assert_array_equal(got.tokens, log_p.argmax(axis=-1))
   np.testing.assert_allclose(
     got.logprobs, log_p.max(axis=-1), rtol=0, atol=ATOL
   )
-  groups = got.tokens.reshape(-1, GROUP, TIME)
-  np.testing.assert_array_equal(groups, groups[:, :1].repeat(GROUP, axis=1))
-
-
-def test_a_batch_of_one_works(small, sample):
-  prompts = small.prompts((3,), 3)
-  got = sample(prompts, group=1, time=2)
-  log_p = small.numpy_log_p(prompts, got.tokens)
-  np.testing.assert_allclose(
-    got.logprobs, chosen(log_p, got.tokens), rtol=0, atol=ATOL
-  )
-  assert got.tokens.shape == (1, 2)
 
 
 def test_first_tokens_are_as_frequent_as_their_probabilities(small, sample):

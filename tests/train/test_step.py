@@ -1,0 +1,281 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sr_optax
+from train import arms
+from train.rollout import Completions
+from train.scoring import completion_hidden
+from train.step import Batch, Reference, TrainState, train_step
+
+pytestmark = pytest.mark.usefixtures('quick_compile')
+
+LENGTHS, WIDTH, GROUP, TIME = (6, 1, 4), 6, 5, 6
+BATCH, TEMPERATURE = len(LENGTHS) * GROUP, 0.7  # that of `unshared_loss`
+LR, STEPS = 1e-3, 2
+EPS = 2.0**-24  # half a unit in the last place of float32, relative
+ARMS = ('fp32', 'bf16', 'bf16-sr')
+each_arm = pytest.mark.parametrize('arm', ARMS)
+
+
+def leaves(tree):
+  """NumPy copies by path: donated buffers must not show through."""
+  return {
+    jax.tree_util.keystr(path): np.array(leaf)
+    for path, leaf in jax.tree.leaves_with_path(tree)
+  }
+
+
+def bits(x):
+  return np.asarray(x).view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+
+
+@pytest.fixture(scope='module')
+def other(make_small):
+  """The reference policy."""
+  return make_small(seed=9)
+
+
+@pytest.fixture(scope='module')
+def batches(small):
+  """Two batches: the gradient of the first is clipped, the second's is not."""
+  prompts, tokens = small.prompts(LENGTHS, WIDTH), small.tokens(BATCH, TIME)
+  rng = np.random.default_rng(6)
+  lengths = rng.integers(1, TIME + 1, BATCH)
+  lengths[:2] = 1, TIME
+  mask = np.arange(TIME) < lengths[:, None]
+  log_p = small.numpy_log_p(prompts, tokens, TEMPERATURE)
+  logprobs = chosen(log_p, tokens) + 0.1 * rng.normal(size=(BATCH, TIME))
+  completions = Completions(
+    tokens,
+    jnp.asarray(np.where(mask, logprobs, 0), jnp.float32),
+    jnp.asarray(lengths, jnp.int32),
+    jnp.asarray(lengths < TIME),
+  )
+  # Sums of these are exact.
+  advantages = rng.integers(-8, 9, BATCH)
+  return [
+    Batch(prompts, completions, jnp.asarray(advantages * scale, jnp.float32))
+    for scale in (2.0, -1 / 64)
+  ]
+
+
+def chosen(log_p, tokens):
+  return np.take_along_axis(log_p, np.asarray(tokens)[..., None], axis=-1)[
+    ..., 0
+  ]
+
+
+@pytest.fixture(scope='module')
+def reference(small, other, batches):
+  @jax.jit
+  def hidden(params):
+    return completion_hidden(
+      nnx.merge(small.graphdef, params),
+      batches[0].prompts,
+      batches[0].completions.tokens,
+      compute_dtype=jnp.float32,
+    )
+
+  return Reference(other.cast(jnp.bfloat16), hidden(other.params))
+
+
+@pytest.fixture(scope='module')
+def train(small, batches, reference):
+  """Runs two steps of an arm: [before, after 1, after 2], and metrics."""
+  compiled = {}
+  for name in ARMS:
+    tx = arms.optimizer(arms.ARMS[name], LR, jax.random.key(5))
+    options = dict(temperature=TEMPERATURE, compute_dtype=jnp.float32)
+    compiled[name] = tx, train_step(small.graphdef, tx, **options)
+
+  def train(arm):
+    tx, step = compiled[arm]
+    params = small.cast(arms.ARMS[arm].param_dtype)
+    params = jax.tree.map(jnp.copy, params)  # donated
+    state = TrainState(params, tx.init(params))
+    states, metrics = [snapshot(arm, state)], []
+    for batch in batches:
+      given = state
+      state, measured = step(given, batch, reference)
+      states.append(snapshot(arm, state))
+      metrics.append({k: np.array(v) for k, v in measured.items()})
+      # Weights, moments and shadow; `last_key` is no input to a step.
+      assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.ndim > 1)
+    assert step._cache_size() == 1
+    return states, metrics
+
+  return train
+
+
+def snapshot(arm, state):
+  """(weights, FP32 weights behind them, what the noise would make of them)."""
+  params = leaves(state.params)
+  if arm == 'fp32':
+    return params, params, params
+  link = state.opt_state[-1]
+  shadow = leaves(link.shadow)
+  if arm == 'bf16':
+    rounded = {k: x.astype(jnp.bfloat16) for k, x in shadow.items()}
+  else:
+    rounded = leaves(sr_optax.stochastic_round_tree(link.last_key, link.shadow))
+  return params, shadow, rounded
+
+
+@pytest.fixture(scope='module')
+def runs(train):
+  return {arm: train(arm) for arm in ARMS}
+
+
+@each_arm
+def test_the_fp32_weights_follow_clipped_adamw_written_in_numpy(
+  arm, runs, small, batches, unshared_loss
+):
+  states, metrics = runs[arm]
+  mean, square, clipped = {}, {}, []
+  for i, batch in enumerate(batches):
+    # Gradients at the visible weights, by the computation without sharing.
+    paths = iter(states[i][0].values())
+    params = jax.tree.map(
+      lambda _, paths=paths: jnp.asarray(next(paths), jnp.float32), small.params
+    )
+    tokens = batch.completions.tokens
+    full, slots = small.unshared(batch.prompts, tokens)
+    _, grads = unshared_loss(
+      params, full, slots, tokens, batch.advantages, batch.completions.mask
+    )
+    grads = {k: x.astype(np.float64) for k, x in leaves(grads).items()}
+    norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
+    np.testing.assert_allclose(metrics[i]['grad_norm'], norm, rtol=85 * EPS)
+    clipped.append(norm > 1)
+    for k, g in grads.items():
+      noise = 85 * EPS * np.abs(g).max() / max(norm, 1)  # see test_scoring.py
+      g = g / max(norm, 1)
+      mean[k] = 0.9 * mean.get(k, 0) + 0.1 * g
+      square[k] = 0.95 * square.get(k, 0) + 0.05 * g**2
+      m = mean[k] / (1 - 0.9 ** (i + 1))
+      v = np.sqrt(square[k] / (1 - 0.95 ** (i + 1))) + 1e-8
+      want = states[i][1][k].astype(np.float64) - LR * m / v
+      # What the noise of the gradients does to m / v, at most a change of
+      # sign; ten roundings of the step and one of the weight.
+      error = np.minimum(4 * noise / v, 2) + 10 * EPS
+      error = LR * error + 2 * EPS * np.abs(want)
+      assert np.all(np.abs(states[i + 1][1][k] - want) <= error), (i, k)
+      assert np.median(4 * noise / v) < 0.01  # the test means something
+  assert clipped == [True, False]
+
+
+@each_arm
+def test_the_visible_weights_are_the_rounding_of_the_fp32_weights(arm, runs):
+  for params, _, rounded in runs[arm][0]:
+    for path, p in params.items():
+      assert p.dtype == arms.ARMS[arm].param_dtype
+      np.testing.assert_array_equal(bits(p), bits(rounded[path]))
+
+
+def test_stochastic_rounding_differs_from_nearest_where_it_should(runs):
+  near, stochastic = (runs[arm][0][1] for arm in ('bf16', 'bf16-sr'))
+  p, q = (
+    np.concatenate([x.ravel() for x in state[0].values()])
+    for state in (near, stochastic)
+  )
+  assert 0.05 < np.mean(p != q) < 0.5
+
+
+def test_all_arms_have_the_same_gradients_on_the_first_step(runs):
+  # All start from the same weights, on the BF16 grid.
+  _, want, _ = runs['fp32'][0][1]
+  for arm in ('bf16', 'bf16-sr'):
+    states, metrics = runs[arm]
+    for name in ('loss', 'grad_norm', 'entropy', 'kl_exact', 'kl_k3'):
+      np.testing.assert_allclose(
+        metrics[0][name], runs['fp32'][1][0][name], rtol=85 * EPS
+      )
+    for path, shadow in states[1][1].items():
+      error = np.abs(shadow - want[path])
+      assert np.mean(error <= 4 * EPS * np.abs(want[path])) > 0.9
+      assert error.max() <= 2 * LR
+
+
+@each_arm
+def test_changed_and_stuck_weights_are_counted(arm, runs):
+  states, metrics = runs[arm]
+  for i in range(STEPS):
+    (old, old_shadow, _), (new, new_shadow, _) = states[i : i + 2]
+    size = sum(x.size for x in old.values())
+    changed = {k: bits(old[k]) != bits(new[k]) for k in old}
+    stuck = {
+      k: (bits(old_shadow[k]) != bits(new_shadow[k])) & ~changed[k] for k in old
+    }
+    for name, marks in (('changed', changed), ('stuck', stuck)):
+      count = sum(int(x.sum()) for x in marks.values())
+      np.testing.assert_allclose(
+        metrics[i][f'{name}_fraction'], count / size, rtol=4 * EPS
+      )
+      if arm != 'fp32':
+        assert 0 < count < size
+  if arm == 'fp32':
+    assert metrics[0]['changed_fraction'] > 0.9
+    assert metrics[0]['stuck_fraction'] == 0
+
+
+def test_the_loss_is_that_of_a_ratio_of_1(runs, batches):
+  for batch, metrics in zip(batches, runs['bf16-sr'][1], strict=True):
+    lengths = np.asarray(batch.completions.lengths)
+    want = -np.sum(np.asarray(batch.advantages) * lengths) / (BATCH * TIME)
+    np.testing.assert_allclose(metrics['loss'], want, rtol=2 * EPS)
+
+
+def test_metrics_of_tokens_equal_those_by_hand(runs, small, other, batches):
+  prompts, completions, _ = batches[0]
+  mask = np.asarray(completions.mask)
+  log_p, log_q = (
+    p.numpy_log_p(prompts, completions.tokens, TEMPERATURE)
+    for p in (small, other)
+  )
+  p, q = (chosen(x, completions.tokens) for x in (log_p, log_q))
+  sampled = np.asarray(completions.logprobs, np.float64)
+  metrics = runs['fp32'][1][0]
+  tokens = mask.sum()
+  want = {
+    'entropy': -np.sum(np.exp(log_p) * log_p, axis=-1)[mask].sum() / tokens,
+    'kl_exact': np.sum(np.exp(log_p) * (log_p - log_q), -1)[mask].sum() / BATCH,
+    'kl_k3': (np.exp(q - p) - 1 - (q - p))[mask].sum() / BATCH,
+    'mismatch_k1': (sampled - p)[mask].sum() / tokens,
+    'mismatch_k3': (np.exp(p - sampled) - 1 - (p - sampled))[mask].mean(),
+  }
+  # Log-probabilities are known to about 40 roundings of logits of 16 units,
+  # which k3 multiplies by the largest ratio of the batch.
+  atol = 40 * 16 * EPS / TEMPERATURE
+  ratio = np.exp(q - p)[mask].max()
+  for name, expected in want.items():
+    factor = ratio * TIME if name == 'kl_k3' else TIME
+    np.testing.assert_allclose(
+      metrics[name], expected, rtol=0, atol=atol * factor, err_msg=name
+    )
+    assert metrics[name].dtype == np.float32
+  assert want['kl_exact'] > 0.1
+
+
+def test_the_same_seed_gives_the_same_steps_bit_for_bit(runs, train):
+  states, metrics = train('bf16-sr')
+  want_states, want_metrics = runs['bf16-sr']
+  for got, want in zip(metrics, want_metrics, strict=True):
+    np.testing.assert_equal(got, want)
+  for path, p in states[-1][0].items():
+    np.testing.assert_array_equal(bits(p), bits(want_states[-1][0][path]))
+
+
+def test_without_a_reference_no_divergence_is_measured(small, batches):
+  tx = arms.optimizer(arms.ARMS['bf16-sr'], LR, jax.random.key(5))
+  params = small.cast(jnp.bfloat16)
+  options = dict(temperature=TEMPERATURE, compute_dtype=jnp.float32)
+  step = train_step(small.graphdef, tx, **options)
+  state, metrics = jax.eval_shape(
+    step, TrainState(params, tx.init(params)), batches[0], None
+  )
+  assert {'loss', 'grad_norm', 'entropy'} <= set(metrics)
+  assert not {'kl_exact', 'kl_k3'} & set(metrics)
+  assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state.params))
