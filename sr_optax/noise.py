@@ -15,7 +15,8 @@ version, because `shadow='residual16'` uses the noise as a storage format):
 
 `finish(spread(i))` is an avalanche permutation of 32 bits with three
 multiplications (constants by C. Wellons, exact bias 0.02,
-https://github.com/skeeto/hash-prospector); the second key enters between them.
+https://github.com/skeeto/hash-prospector); the second key enters after the
+first of them.
 For leaves of at most 2^32 elements `index_hi` is 0 and vanishes at compile
 time. BF16 takes the upper 16 bits, FP16 all 32.
 """
@@ -99,11 +100,11 @@ def random_bits(leaf_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _spread(x: jax.Array) -> jax.Array:
-  x = (x ^ (x >> _U32(17))) * _U32(0xED5AD4BB)
-  return (x ^ (x >> _U32(11))) * _U32(0xAC4C1B51)
+  return (x ^ (x >> _U32(17))) * _U32(0xED5AD4BB)
 
 
 def _finish(x: jax.Array) -> jax.Array:
+  x = (x ^ (x >> _U32(11))) * _U32(0xAC4C1B51)
   x = (x ^ (x >> _U32(15))) * _U32(0x31848BAB)
   return x ^ (x >> _U32(16))  # for the lower half; the upper one is good
 
