@@ -1,25 +1,59 @@
 """`python -m train`: post-trains a policy with verifiable rewards."""
 
+import argparse
+import dataclasses
+import os
 import sys
+from pathlib import Path
 
-import tyro
+# Runs are reproducible to the bit; on a GPU that takes deterministic kernels.
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
+)
 
-from train import loop
-from train.config import Config, ConfigError
-from train.pretrained import PretrainedError
-from train.tasks import TaskError
+import tyro  # noqa: E402 - JAX reads XLA_FLAGS when it is imported
+
+from train import loop  # noqa: E402
+from train.config import Config, ConfigError  # noqa: E402
+from train.pretrained import PretrainedError  # noqa: E402
+from train.run_folder import read_config  # noqa: E402
+from train.tasks import TaskError  # noqa: E402
+
+
+def parse() -> Config:
+  """The configuration from the command line.
+
+  Flags of a resumed run that are not given keep the value they had.
+  """
+  early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  early.add_argument('--resume', action='store_true')
+  early.add_argument('--out', type=Path)
+  known, _ = early.parse_known_args()
+  default = Config()
+  if known.resume and known.out:
+    saved = read_config(known.out)
+    names = {field.name for field in dataclasses.fields(Config)}
+    values = {name: saved[name] for name in names & set(saved)}
+    default = Config(**values | {'out': known.out, 'resume': True})
+  return tyro.cli(Config, prog='python -m train', default=default)
 
 
 def main() -> int:
-  """Parses the command line and runs; 2 for what the user can mend."""
+  """Runs; 2 for what the user can mend, 128 + signal when told to stop."""
   try:
-    loop.run(tyro.cli(Config, prog='python -m train'))
+    loop.run(parse())
   except (ConfigError, PretrainedError, TaskError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   except FloatingPointError as error:
     print(f'error: training diverged at {error}', file=sys.stderr)
     return 1
+  except loop.Interrupted as stopped:
+    print(stopped, file=sys.stderr)
+    return 128 + stopped.signum
+  except KeyboardInterrupt:
+    print('interrupted; nothing was saved of this step', file=sys.stderr)
+    return 130
   return 0
 
 

@@ -1,6 +1,7 @@
 """Precision arms: how the weights are stored, and what ends the chain."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +11,24 @@ import sr_optax
 
 
 class Arm(NamedTuple):
-  """The weights that rollout and training use, and how they are rounded.
-
-  With a rounding the optimizer keeps an FP32 shadow of them.
-  """
+  """The weights that rollout and training use, and how they are rounded."""
 
   param_dtype: jnp.dtype
-  rounding: str | None  # 'stochastic', 'nearest', or None for FP32 weights
+  rounding: str | None  # 'stochastic', 'nearest', or None: weights are FP32
+  shadow: str | None = 'float32'  # FP32 weights that the visible ones round
+  refresh_every: float = 1  # steps that share one draw of rounding noise
+  loss_scaling: bool = False  # where gradients are FP16
 
 
+_BF16, _FP16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 ARMS = {
-  'bf16-sr': Arm(jnp.dtype(jnp.bfloat16), 'stochastic'),
-  'bf16': Arm(jnp.dtype(jnp.bfloat16), 'nearest'),
-  'fp32': Arm(jnp.dtype(jnp.float32), None),
+  'bf16-sr': Arm(_BF16, 'stochastic'),
+  'bf16-sr-sticky': Arm(_BF16, 'stochastic', refresh_every=math.inf),
+  'bf16-sr-pure': Arm(_BF16, 'stochastic', shadow=None),
+  'bf16': Arm(_BF16, 'nearest'),
+  'bf16-pure': Arm(_BF16, 'nearest', shadow=None),
+  'fp16': Arm(_FP16, 'nearest', loss_scaling=True),
+  'fp32': Arm(jnp.dtype(jnp.float32), None, shadow=None),
 }
 
 
@@ -45,9 +51,30 @@ def optimizer(
   ]
   match arm.rounding:
     case 'stochastic':
-      last = sr_optax.stochastic_rounding(key, dtype=arm.param_dtype)
+      last = sr_optax.stochastic_rounding(
+        key,
+        dtype=arm.param_dtype,
+        shadow=arm.shadow,
+        refresh_every=arm.refresh_every,
+      )
     case 'nearest':
-      last = sr_optax.nearest_rounding(dtype=arm.param_dtype)
+      last = sr_optax.nearest_rounding(dtype=arm.param_dtype, shadow=arm.shadow)
     case None:
       return optax.chain(*links)
   return sr_optax.chain(*links, last)
+
+
+def start(
+  arm: Arm, tx: optax.GradientTransformationExtraArgs, weights: Any
+) -> tuple[Any, optax.OptState]:
+  """The weights in the arm's dtype and the optimizer's state.
+
+  Args:
+    arm: decides the dtype.
+    tx: from `optimizer`.
+    weights: FP32 tree. FP16 cannot hold all of the BF16 grid (below 6e-5 it
+      is coarser), so with a shadow, the shadow starts as `weights`, exactly.
+  """
+  if arm.rounding is None:
+    return weights, tx.init(weights)
+  return sr_optax.init_from_shadow(tx, weights)

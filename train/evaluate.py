@@ -1,5 +1,6 @@
 """Expected reward on held-out questions: exact, so almost without noise."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -36,6 +37,45 @@ class Evaluation(NamedTuple):
     gain = self.expected - before.expected
     error = gain.std(ddof=1) / np.sqrt(gain.size)
     return float(gain.mean()), float(error)
+
+
+def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
+  """Probability that one of k completions is right, per question, unbiased.
+
+      1 - C(n - c, k) / C(n, k)
+
+  for c right ones among n samples (Chen et al. 2021, arXiv 2107.03374).
+
+  Args:
+    correct: int `[questions]`, c.
+    samples: n.
+    k: at most n.
+  """
+  wrong = [math.comb(samples - int(c), k) for c in correct]
+  return 1 - np.array(wrong) / math.comb(samples, k)
+
+
+def sampled_evaluation(
+  rewards: np.ndarray, greedy: np.ndarray
+) -> dict[str, float]:
+  """Summarises sampled rewards; standard errors are over questions.
+
+  Args:
+    rewards: float32 `[questions, samples]`.
+    greedy: float32 `[questions]`, of the greedy completion.
+  """
+  samples = rewards.shape[1]
+  correct = (rewards >= 1).sum(axis=1)
+  values = {'eval_sampled': rewards.mean(axis=1), 'eval_greedy': greedy}
+  k = 2
+  while k <= samples:
+    values[f'eval_pass_at_{k}'] = pass_at_k(correct, samples, k)
+    k *= 2
+  result = {name: float(np.mean(x)) for name, x in values.items()}
+  for name, x in values.items():
+    error = np.std(x, ddof=1) / np.sqrt(len(x))
+    result[f'{name}_standard_error'] = float(error)
+  return result
 
 
 class Evaluator:

@@ -1,8 +1,10 @@
-"""The loop: prompts, rollout, rewards, advantages, step, and again."""
+"""A run from start to end: evaluate, step, report, save, and stop when told."""
 
 import datetime
-import functools
+import json
 import resource
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,53 +14,77 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train import advantages, arms, plot, pretrained, tasks
-from train.answers import Answers
-from train.config import Config, ConfigError
-from train.evaluate import Evaluator
-from train.policy import Policy, load_policy
+from train import arms, plot, pretrained, tasks
+from train.checkpoint import IDENTITY, Checkpoints
+from train.config import Config
+from train.evaluate import Evaluation
+from train.policy import load_policy
 from train.progress import Progress
-from train.rollout import cast, generate, pad_prompts
 from train.run_folder import RunFolder
-from train.scoring import completion_hidden
-from train.step import Batch, Reference, TrainState, train_step
+from train.trainer import Trainer
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+  """The run was told to stop and has saved a checkpoint."""
+
+  def __init__(self, signum: int, message: str):
+    """Remembers the signal."""
+    super().__init__(message)
+    self.signum = signum
 
 
 def run(config: Config) -> dict[str, Any]:
-  """Runs one configuration from start to end.
+  """Runs one configuration, or resumes it.
 
   Returns:
     The summary, as written to `summary.json`.
 
   Raises:
-    ConfigError, PretrainedError, TaskError: before anything is written.
+    ConfigError, PretrainedError, TaskError: before anything is written;
+      CheckpointError, a ConfigError, also when a checkpoint cannot be saved.
+    FloatingPointError: where training diverges.
+    Interrupted: after SIGTERM or SIGINT.
   """
   started = time.monotonic()
-  folder = RunFolder(config.out or _default_folder(config))
+  folder = RunFolder(config.out or _default_folder(config), config.resume)
   compute_dtype = _compute_dtype(config)
-  task = tasks.load_task(config.task)
-  arm = arms.ARMS[config.arm]
-  print(f'Loading {config.model}', flush=True)
-  policy = load_policy(config.model, task, arm.param_dtype)
-  trainer = Trainer(config, task, policy, compute_dtype)
-  answer, share = task.best_constant
-  folder.create(
-    config,
-    compute_dtype=jnp.dtype(compute_dtype).name,
-    best_constant=answer,
-    best_constant_share=share,
-    parameters=sum(x.size for x in jax.tree.leaves(policy.params)),
-    task_fingerprint=task.fingerprint(),
+  task = tasks.load_task(
+    config.task, evaluation_size=max(240, config.eval_questions)
   )
-  _announce(config, policy, compute_dtype, folder.path)
+  print(f'Loading {config.model}', flush=True)
+  policy = load_policy(config.model, task)
+  trainer = Trainer(config, task, policy, compute_dtype)
+  resolved = {
+    'compute_dtype': jnp.dtype(compute_dtype).name,
+    'loss_scaling': trainer.loss_scaling,
+    'best_constant': task.best_constant[0],
+    'best_constant_share': task.best_constant[1],
+    'parameters': sum(x.size for x in jax.tree.leaves(policy.params)),
+    'task_fingerprint': task.fingerprint(),
+  }
+  policy = policy._replace(params=None)  # frees the FP32 copy
+  identity = {
+    name: resolved.get(name, getattr(config, name, None)) for name in IDENTITY
+  }
+  checkpoints = Checkpoints(folder.path, keep=config.keep)
+  first = 0
+  if config.resume:
+    folder.warn_of_other_versions()
+    if checkpoints.latest_step() is not None:
+      first, trainer.state = checkpoints.restore(trainer.state, identity)
+  folder.create(config, **resolved)
+  folder.keep_metrics(first)
+  _announce(config, resolved, folder.path, first)
 
-  rewards = []
-  with Progress(config.steps) as progress:
+  def save(step: int) -> None:
+    checkpoints.save(step, trainer.state, identity)
+
+  with _Signals() as signals, Progress(config.steps, first) as progress:
     progress.note('evaluating held-out questions')
-    before = latest = trainer.evaluate()
+    before = latest = _evaluation_before(folder, trainer, first)
     progress.line(_evaluation_line(0, before))
     progress.note('compiling')
-    for step in range(config.steps):
+    for step in range(first, config.steps):
       record = {'step': step + 1} | trainer.step(step)
       last = step + 1 == config.steps
       due = config.eval_every and (step + 1) % config.eval_every == 0
@@ -67,34 +93,32 @@ def run(config: Config) -> dict[str, Any]:
         progress.line(_evaluation_line(step + 1, latest))
         record['eval_reward'] = latest.mean
         record['eval_standard_error'] = latest.standard_error
-      rewards.append(record['reward_mean'])
+        if config.eval_samples:
+          record |= trainer.evaluate_sampled()
       folder.append_metrics(record)
       progress.step(record)
+      every = config.checkpoint_every
+      if last or signals.received or (every and (step + 1) % every == 0):
+        save(step + 1)
+      if signals.received and not last:
+        raise Interrupted(
+          signals.received,
+          f'stopped after step {step + 1}; its checkpoint is saved. Go on '
+          f'with: python -m train --resume --out {folder.path}',
+        )
+    if first >= config.steps:  # nothing was left to do
+      latest = trainer.evaluate()
 
-  params = nnx.to_pure_dict(trainer.state.params)
   pretrained.save_huggingface(
     folder.path / 'model',
     policy.config,
-    params,
+    nnx.to_pure_dict(trainer.state.params),
     policy.tokenizer,
-    dtype=arm.param_dtype,
+    dtype=arms.ARMS[config.arm].param_dtype,
   )
-  quarter = max(len(rewards) // 4, 1)
-  gain, gain_error = latest.gain_over(before)
-  summary = {
-    'reward_first_quarter': float(np.mean(rewards[:quarter])),
-    'reward_last_quarter': float(np.mean(rewards[-quarter:])),
-    'eval_before': before.mean,
-    'eval_before_standard_error': before.standard_error,
-    'eval_after': latest.mean,
-    'eval_after_standard_error': latest.standard_error,
-    'eval_gain': gain,
-    'eval_gain_standard_error': gain_error,
-    'eval_questions': int(before.expected.size),
-    'best_constant': answer,
-    'best_constant_share': share,
-    'kl_exact_last': record.get('kl_exact'),
-    'reward_failures': trainer.reward_failures,
+  summary = _summary(folder, before, latest) | {
+    'best_constant': task.best_constant[0],
+    'best_constant_share': task.best_constant[1],
     'seconds': time.monotonic() - started,
     'peak_memory_gib': _peak_memory_gib(),
   }
@@ -104,156 +128,82 @@ def run(config: Config) -> dict[str, Any]:
   return summary
 
 
-class Trainer:
-  """A policy in training: its state and the compiled functions around it."""
+class _Signals:
+  """Notes SIGTERM and SIGINT; a second SIGINT stops at once."""
 
-  def __init__(
-    self, config: Config, task: tasks.Task, policy: Policy, compute_dtype
-  ):
-    """Prepares everything that stays the same from step to step.
+  def __init__(self):
+    self.received = 0
 
-    Raises:
-      ConfigError: if prompts and completions exceed the policy's context, or
-        an answer the longest completion.
-    """
-    self._config = config
-    self._task = task
-    self._tokenizer = policy.tokenizer
-    self._answers = Answers(policy.tokenizer, policy.config.vocab_size)
-    self._prompt_width = max(
-      len(self._tokenizer.encode(q.prompt))
-      for q in {*task.train, *task.evaluation}
-    )
-    longest = self._prompt_width + config.max_new_tokens
-    if longest > policy.config.context:
-      raise ConfigError(
-        f'prompts of up to {self._prompt_width} tokens and '
-        f'{config.max_new_tokens} new tokens exceed the context of '
-        f'{config.model}, {policy.config.context} tokens'
-      )
-    shared = dict(temperature=config.temperature, compute_dtype=compute_dtype)
-    self._evaluator = Evaluator(
-      policy.graphdef,
-      task,
-      self._answers,
-      questions=config.eval_questions,
-      prompt_width=self._prompt_width,
-      max_new_tokens=config.max_new_tokens,
-      **shared,
-    )
-    key = jax.random.key(config.seed)
-    self._rollout_key = jax.random.fold_in(key, 0)
-    tx = arms.optimizer(
-      arms.ARMS[config.arm], config.lr, jax.random.fold_in(key, 1)
-    )
-    self._reference = None
-    if config.kl_every:  # a copy: the state's buffers are donated
-      self._reference = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16).copy(), policy.params
-      )
-    self.state = TrainState(policy.params, jax.jit(tx.init)(policy.params))
-    self.reward_failures = 0
-
-    terminators = jnp.asarray(self._answers.terminators)
-
-    @jax.jit
-    def rollout(params, prompts, key):
-      return generate(
-        nnx.merge(policy.graphdef, cast(params, compute_dtype)),
-        prompts,
-        key,
-        group=config.group,
-        max_new_tokens=config.max_new_tokens,
-        terminators=terminators,
-        **shared,
-      )
-
-    @jax.jit
-    def reference_hidden(params, prompts, tokens):
-      model = nnx.merge(policy.graphdef, cast(params, compute_dtype))
-      return completion_hidden(
-        model, prompts, tokens, compute_dtype=compute_dtype
-      )
-
-    self._rollout = rollout
-    self._reference_hidden = reference_hidden
-    self._train_step = train_step(policy.graphdef, tx, **shared)
-    self._advantages = jax.jit(
-      functools.partial(advantages.dr_grpo, group=config.group)
-    )
-
-  def evaluate(self):
-    """Expected reward of the policy as it is now, on held-out questions."""
-    return self._evaluator(self.state.params)
-
-  def step(self, step: int) -> dict[str, Any]:
-    """One rollout and one update; returns the step's metrics.
-
-    Everything random is a function of the seed and `step`.
-    """
-    config = self._config
-    started = time.monotonic()
-    order = tasks.data_order(
-      len(self._task.train), config.seed, step * config.prompts, config.prompts
-    )
-    questions = [self._task.train[i] for i in order]
-    prompts = pad_prompts(
-      [self._tokenizer.encode(q.prompt) for q in questions],
-      self._prompt_width,
-      self._tokenizer.pad_id,
-    )
-    key = jax.random.fold_in(self._rollout_key, step)
-    completions = self._rollout(self.state.params, prompts, key)
-    sampled = jax.device_get(completions)
-    rewards, failures = tasks.score(
-      self._task,
-      [q for q in questions for _ in range(config.group)],
-      [
-        self._answers.text(tokens[:length])
-        for tokens, length in zip(sampled.tokens, sampled.lengths, strict=True)
-      ],
-      sampled.terminated,
-    )
-    self.reward_failures += failures
-    sampled_at = time.monotonic()
-
-    batch = Batch(prompts, completions, self._advantages(jnp.asarray(rewards)))
-    reference = None
-    if config.kl_every and step % config.kl_every == 0:
-      hidden = self._reference_hidden(
-        self._reference, prompts, completions.tokens
-      )
-      reference = Reference(self._reference, hidden)
-    self.state, metrics = self._train_step(self.state, batch, reference)
-    metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
-    if not np.isfinite([metrics['loss'], metrics['grad_norm']]).all():
-      raise FloatingPointError(
-        f'step {step + 1}: loss {metrics["loss"]}, gradient norm '
-        f'{metrics["grad_norm"]}'
-      )
-    ended = time.monotonic()
-    tokens = int(sampled.lengths.sum())
-    groups = rewards.reshape(-1, config.group)
-    return {
-      'reward_mean': float(rewards.mean()),
-      'kl_exact': metrics.pop('kl_exact', None),
-      'kl_k3': metrics.pop('kl_k3', None),
-      **metrics,
-      'mixed_groups': float((groups.min(1) < groups.max(1)).mean()),
-      'completion_tokens': tokens / rewards.size,
-      'truncated_fraction': float(1 - sampled.terminated.mean()),
-      'reward_failures': failures,
-      'rollout_seconds': sampled_at - started,
-      'train_seconds': ended - sampled_at,
-      'tokens_per_second': tokens / (sampled_at - started),
+  def __enter__(self) -> '_Signals':
+    self._previous = {
+      number: signal.signal(number, self._handle)
+      for number in (signal.SIGTERM, signal.SIGINT)
     }
+    return self
+
+  def __exit__(self, *exception) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+  def _handle(self, number: int, _) -> None:
+    if self.received and number == signal.SIGINT:
+      raise KeyboardInterrupt
+    self.received = number
+    print(
+      'stopping after this step (interrupt again to stop at once)',
+      file=sys.stderr,
+    )
+
+
+def _evaluation_before(
+  folder: RunFolder, trainer: Trainer, first: int
+) -> Evaluation:
+  """The evaluation of the untrained policy; a resumed run reads it."""
+  path = folder.path / 'evaluation_before.json'
+  if first:
+    return Evaluation(np.array(json.loads(path.read_text())))
+  before = trainer.evaluate()
+  path.write_text(json.dumps(before.expected.tolist()) + '\n')
+  return before
+
+
+def _summary(
+  folder: RunFolder, before: Evaluation, after: Evaluation
+) -> dict[str, Any]:
+  records = folder.metrics()
+  rewards = [record['reward_mean'] for record in records]
+  quarter = max(len(rewards) // 4, 1)
+  gain, gain_error = after.gain_over(before)
+  last = records[-1]
+  return {
+    'steps': len(records),
+    'reward_first_quarter': float(np.mean(rewards[:quarter])),
+    'reward_last_quarter': float(np.mean(rewards[-quarter:])),
+    'eval_before': before.mean,
+    'eval_before_standard_error': before.standard_error,
+    'eval_after': after.mean,
+    'eval_after_standard_error': after.standard_error,
+    'eval_gain': gain,
+    'eval_gain_standard_error': gain_error,
+    'eval_questions': int(before.expected.size),
+    'kl_exact_last': last.get('kl_exact'),
+    'skipped_steps': last.get('skipped_steps'),
+    'reward_failures': sum(r['reward_failures'] for r in records),
+    **{
+      k: v
+      for k, v in last.items()
+      if k.startswith('eval_')
+      and v is not None
+      and k not in ('eval_reward', 'eval_standard_error')
+    },
+  }
 
 
 def _compute_dtype(config: Config):
   if config.compute_dtype != 'auto':
     return jnp.dtype(config.compute_dtype)
   on_cpu = jax.default_backend() == 'cpu'
-  return jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
+  return jnp.dtype(jnp.float32 if on_cpu else arms.ARMS[config.arm].param_dtype)
 
 
 def _default_folder(config: Config) -> Path:
@@ -263,26 +213,28 @@ def _default_folder(config: Config) -> Path:
 
 
 def _peak_memory_gib() -> float:
-  # Linux counts KiB.
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak / (2**30 if sys.platform == 'darwin' else 2**20)
 
 
-def _announce(config, policy, compute_dtype, path) -> None:
-  count = sum(x.size for x in jax.tree.leaves(policy.params))
+def _announce(config: Config, resolved, path: Path, first: int) -> None:
   arm = arms.ARMS[config.arm]
   rounding = f', {arm.rounding} rounding' if arm.rounding else ''
+  scaling = ''
+  if arm.loss_scaling:
+    scaling = f'; loss scaling {resolved["loss_scaling"]}'
   print(
-    f'{config.model}: {count / 1e6:.1f}M parameters in {arm.param_dtype}'
-    f'{rounding}; computing in {jnp.dtype(compute_dtype).name} on '
-    f'{jax.device_count()} x {jax.devices()[0].device_kind}\n'
+    f'{config.model}: {resolved["parameters"] / 1e6:.1f}M parameters in '
+    f'{arm.param_dtype}{rounding}; computing in {resolved["compute_dtype"]} on '
+    f'{jax.device_count()} x {jax.devices()[0].device_kind}{scaling}\n'
     f'{config.task}: {config.prompts} prompts x {config.group} completions a '
     f'step, learning rate {config.lr:g}, seed {config.seed}\n'
-    f'Run folder: {path}',
+    f'Run folder: {path}' + (f', resumed after step {first}' if first else ''),
     flush=True,
   )
 
 
-def _evaluation_line(step: int, evaluation) -> str:
+def _evaluation_line(step: int, evaluation: Evaluation) -> str:
   return (
     f'step {step}: expected reward on held-out questions '
     f'{evaluation.mean:.3f} ± {evaluation.standard_error:.3f}'
@@ -293,18 +245,27 @@ def _report(config: Config, summary: dict[str, Any], path: Path) -> None:
   s = summary
   kl = s['kl_exact_last']
   kl = 'not measured' if kl is None else f'{kl:.3f} nats per completion'
-  print(
-    f'\nReward while training  {s["reward_first_quarter"]:.3f} -> '
+  lines = [
+    f'Reward while training  {s["reward_first_quarter"]:.3f} -> '
     f'{s["reward_last_quarter"]:.3f} (first and last quarter of '
-    f'{config.steps} steps)\n'
+    f'{s["steps"]} steps)',
     f'Held-out reward        {s["eval_before"]:.3f} -> {s["eval_after"]:.3f}, '
     f'gain {s["eval_gain"]:+.3f} ± {s["eval_gain_standard_error"]:.3f} '
-    f'(standard error, paired, {s["eval_questions"]} questions)\n'
+    f'(standard error, paired, {s["eval_questions"]} questions)',
     f'Best constant answer   {s["best_constant_share"]:.3f} '
-    f'(always {s["best_constant"]!r})\n'
-    f'KL to the reference    {kl}\n'
+    f'(always {s["best_constant"]!r})',
+    f'KL to the reference    {kl}',
     f'Time, peak memory      {s["seconds"]:.0f} s, '
-    f'{s["peak_memory_gib"]:.1f} GiB\n'
-    f'Picture                {path / "reward.png"}\n'
-    f'Weights                {path / "model"}'
-  )
+    f'{s["peak_memory_gib"]:.1f} GiB',
+    f'Picture                {path / "reward.png"}',
+    f'Weights                {path / "model"}',
+  ]
+  if config.eval_samples:
+    sampled = ', '.join(
+      f'{name.removeprefix("eval_").replace("_", " ")} {s[name]:.3f}'
+      for name in s
+      if f'{name}_standard_error' in s
+      and name not in ('eval_before', 'eval_after', 'eval_gain')
+    )
+    lines.insert(2, f'Held-out, sampled      {sampled}')
+  print('\n' + '\n'.join(lines))

@@ -35,6 +35,31 @@ def policy_gradient(
   return jnp.sum(jnp.where(mask, per_token, 0.0)), jnp.float32(mask.size)
 
 
+def kl_k1(logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:
+  """The k1 estimate of KL(policy || reference) at sampled tokens, in nats.
+
+      k1 = -d,   d = reference_logprobs - logprobs
+
+  Unbiased, of either sign. As a loss it is useless: its expected gradient is 0.
+
+  Args:
+    logprobs: float32, any shape.
+    reference_logprobs: float32, the same shape.
+
+  Returns:
+    float32, the same shape.
+  """
+  return logprobs - reference_logprobs
+
+
+def kl_k2(logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:
+  """The k2 estimate, in nats: d^2 / 2. Never negative, biased.
+
+  Args and result as `kl_k1`; source: http://joschu.net/blog/kl-approx.html
+  """
+  return 0.5 * jnp.square(reference_logprobs - logprobs)
+
+
 def kl_k3(logprobs: jax.Array, reference_logprobs: jax.Array) -> jax.Array:
   """The k3 estimate of KL(policy || reference) at sampled tokens, in nats.
 

@@ -11,7 +11,7 @@ import numpy as np
 import tyro
 
 from train.config import ConfigError
-from train.run_folder import read_metrics
+from train.run_folder import read_config, read_metrics
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is set
@@ -34,15 +34,12 @@ class _Run:
   """A run's settings, and its metrics as arrays."""
 
   def __init__(self, path: Path):
-    try:
-      self.config = json.loads((path / 'config.json').read_text())
-      self._records = read_metrics(path)
-      summary = path / 'summary.json'
-      self._summary = (
-        json.loads(summary.read_text()) if summary.exists() else {}
-      )
-    except (OSError, ValueError) as error:
-      raise ConfigError(f'{path} is no run folder: {error}') from error
+    self.config = read_config(path)
+    self._records = read_metrics(path)
+    if not self._records:
+      raise ConfigError(f'{path} holds no steps yet')
+    summary = path / 'summary.json'
+    self._summary = json.loads(summary.read_text()) if summary.exists() else {}
 
   def label(self, runs: Sequence['_Run']) -> str:
     """What sets this run apart from the others."""

@@ -21,11 +21,11 @@ class Policy(NamedTuple):
 
   config: ModelConfig
   graphdef: nnx.GraphDef
-  params: nnx.State  # in the arm's dtype, every value on the BF16 grid
+  params: nnx.State | None  # float32, every value on the BF16 grid
   tokenizer: Tokenizer
 
 
-def load_policy(model: str, task: Task, dtype) -> Policy:
+def load_policy(model: str, task: Task) -> Policy:
   """Loads a policy and puts its weights on the BF16 grid.
 
   Released checkpoints lie on that grid, so every arm starts from the same
@@ -35,7 +35,6 @@ def load_policy(model: str, task: Task, dtype) -> Policy:
   Args:
     model: one of `NAMES`, or the path of a Hugging Face directory.
     task: what `tiny` is warmed up on.
-    dtype: of the weights, for the arm.
 
   Raises:
     ConfigError: for an unknown name.
@@ -55,7 +54,8 @@ def load_policy(model: str, task: Task, dtype) -> Policy:
       'a Hugging Face directory'
     )
   on_grid = jax.tree.map(
-    lambda x: jnp.asarray(x).astype(jnp.bfloat16).astype(dtype), loaded.params
+    lambda x: jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32),
+    loaded.params,
   )
   graphdef, params = build(loaded.config, on_grid)
   return Policy(loaded.config, graphdef, params, loaded.tokenizer)

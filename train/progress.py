@@ -9,8 +9,8 @@ import rich.progress
 class Progress:
   """Shows steps done, reward, KL and time left."""
 
-  def __init__(self, steps: int):
-    """Prepares a bar of `steps` steps."""
+  def __init__(self, steps: int, done: int = 0):
+    """Prepares a bar of `steps` steps, of which some are done."""
     self._console = rich.console.Console()
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn('step'),
@@ -23,7 +23,7 @@ class Progress:
       console=self._console,
       disable=not self._console.is_terminal,
     )
-    self._task = self._bar.add_task('', total=steps)
+    self._task = self._bar.add_task('', total=steps, completed=done)
     self._steps = steps
 
   def __enter__(self) -> Self:

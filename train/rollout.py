@@ -74,7 +74,7 @@ def generate(
   *,
   group: int,
   max_new_tokens: int,
-  temperature: float,
+  temperature: float | jax.Array,
   terminators: jax.Array,
   compute_dtype,
 ) -> Completions:
@@ -89,7 +89,7 @@ def generate(
     key: of this rollout; consumed.
     group: G, completions per prompt.
     max_new_tokens: T; longer completions are cut off.
-    temperature: 0 decodes greedily.
+    temperature: 0 decodes greedily; log-probabilities are then those at 1.
     terminators: bool `[V]`, tokens that end a completion.
     compute_dtype: of the forward and the cache.
 
@@ -104,13 +104,10 @@ def generate(
   def sample(state, t, hidden):  # hidden [B, D]
     tokens, logprobs, lengths, terminated = state
     logits = model.logits(hidden, compute_dtype=compute_dtype)  # [B, V]
-    if temperature == 0:
-      scores = perturbed = logits
-    else:
-      scores = logits / temperature
-      step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, t)
-      gumbel = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[1:]))
-      perturbed = scores + gumbel(step_keys)
+    scores = logits / jnp.where(temperature > 0, temperature, 1.0)
+    step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, t)
+    gumbel = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[1:]))
+    perturbed = scores + jnp.where(temperature > 0, gumbel(step_keys), 0.0)
     token = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)  # [B]
     logprob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
     logprob -= jax.nn.logsumexp(scores, axis=-1)

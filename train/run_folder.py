@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,63 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'reasoning-gym')
 class RunFolder:
   """A new folder with `config.json`, `metrics.jsonl` and `summary.json`."""
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, resume: bool = False):
     """Remembers the path; `create` makes it.
 
     Raises:
-      ConfigError: if something is there already.
+      ConfigError: if something is there already, or, to resume, no run.
     """
     self.path = path
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if resume:
+      self._saved = read_config(path)
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
       raise ConfigError(
         f'the run folder {path} exists and is not empty; choose another with '
-        '--out'
+        '--out, or go on with --resume'
+      )
+
+  def warn_of_other_versions(self) -> None:
+    """Warns if the run that is resumed was started by other software."""
+    saved, now = self._saved['versions'], _versions()
+    changed = [
+      f'{name} {saved.get(name)} -> {version}'
+      for name, version in now.items()
+      if saved.get(name) != version
+    ]
+    if changed:
+      warnings.warn(
+        'resumed under other versions, so bits may differ: '
+        + ', '.join(changed),
+        stacklevel=2,
       )
 
   def create(self, config: Config, **resolved: Any) -> None:
     """Makes the folder and writes the resolved configuration into it."""
     self.path.mkdir(parents=True, exist_ok=True)
-    versions = {'python': platform.python_version()}
-    versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     device = jax.devices()[0]
     content = dataclasses.asdict(config) | resolved
-    content |= {'out': str(self.path), 'versions': versions}
+    content |= {'out': str(self.path), 'versions': _versions()}
     content |= {'device': f'{jax.device_count()} x {device.device_kind}'}
     self._write_json('config.json', content)
+
+  def metrics(self) -> list[dict[str, Any]]:
+    """The steps written so far."""
+    return read_metrics(self.path)
+
+  def keep_metrics(self, steps: int) -> None:
+    """Drops what was written after `steps`, to be written again."""
+    file = self.path / 'metrics.jsonl'
+    kept = [r for r in self.metrics() if r['step'] <= steps]
+    if len(kept) < steps:
+      raise ConfigError(f'{file} lacks steps before {steps}')
+    new = file.with_suffix('.new')
+    new.write_text(''.join(_line(record) for record in kept))
+    new.replace(file)
 
   def append_metrics(self, record: dict[str, Any]) -> None:
     """Adds one line to `metrics.jsonl`, at once on disk."""
     with open(self.path / 'metrics.jsonl', 'a') as file:
-      file.write(json.dumps(_strict(record), allow_nan=False) + '\n')
+      file.write(_line(record))
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`."""
@@ -63,7 +93,36 @@ def _strict(record: dict[str, Any]) -> dict[str, Any]:
   }
 
 
+def _line(record: dict[str, Any]) -> str:
+  return json.dumps(_strict(record), allow_nan=False) + '\n'
+
+
+def _versions() -> dict[str, str]:
+  versions = {'python': platform.python_version()}
+  return versions | {
+    name: importlib.metadata.version(name) for name in _PACKAGES
+  }
+
+
+def read_config(path: Path) -> dict[str, Any]:
+  """Reads the resolved configuration of a run.
+
+  Raises:
+    ConfigError: if there is none.
+  """
+  try:
+    return json.loads((path / 'config.json').read_text())
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'{path} is no run folder: {error}') from error
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-  """Reads the steps of a run: one dict a line of its `metrics.jsonl`."""
-  lines = (path / 'metrics.jsonl').read_text().splitlines()
-  return [json.loads(line) for line in lines]
+  """Reads the steps of a run: one dict a line of its `metrics.jsonl`.
+
+  A last line that a killed run did not finish is left out.
+  """
+  file = path / 'metrics.jsonl'
+  if not file.exists():
+    return []
+  whole, _, _ = file.read_text().rpartition('\n')
+  return [json.loads(line) for line in whole.splitlines()]

@@ -10,9 +10,11 @@ from flax import nnx
 from jax import lax
 
 import sr_optax
-from train import losses
+from train import loss_scale, losses
 from train.rollout import Completions, Prompts, cast
-from train.scoring import completion_hidden, token_scores
+from train.scoring import TokenScores, completion_hidden, token_scores
+
+_CLIP = 0.2  # of the usual PPO clip, for `phantom_clip_fraction`
 
 
 class TrainState(NamedTuple):
@@ -20,6 +22,7 @@ class TrainState(NamedTuple):
 
   params: nnx.State  # the visible weights, in the arm's dtype
   opt_state: optax.OptState  # moments and, unless FP32, the shadow
+  scaler: loss_scale.LossScale | None = None  # where gradients are FP16
 
 
 class Batch(NamedTuple):
@@ -43,18 +46,40 @@ def train_step(
   *,
   temperature: float,
   compute_dtype,
+  kl_penalty: float = 0.0,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """Builds the jitted step `(state, batch, reference) -> (state, metrics)`.
 
   The state is donated. `reference` is a `Reference`, or None to measure no
-  divergence. Metrics are float32 scalars: `loss`, `grad_norm` (before
-  clipping), `entropy` (nats per token), `kl_exact`, `kl_k3` (nats per
-  completion), `mismatch_k1` and `mismatch_k3` (nats per token, sampler against
-  this forward), and of `sr_optax.sticking_metrics` all but what cannot happen
-  here; FP32 weights have only `changed_fraction` and `stuck_fraction`.
+  divergence. Gradients enter the optimizer in `compute_dtype`; with a scaler
+  they are unscaled in FP32, and a step with a gradient that is not finite
+  changes nothing but the scaler.
+
+  Metrics are float32 scalars:
+
+  - `loss`; `grad_norm`, before clipping, 0 where it is not finite;
+  - `entropy`, nats per token;
+  - `kl_exact` over the whole vocabulary, `kl_k1`, `kl_k2`, `kl_k3`: divergence
+    from the reference, nats per completion;
+  - sampler against this forward, before any update: `mismatch_k1`,
+    `mismatch_k3`, nats per token; `mismatch_probability`, the largest
+    difference of a token's probability; `phantom_clip_fraction`, share of
+    tokens whose ratio is outside 1 +- 0.2 although nothing was updated;
+  - all of `sr_optax.sticking_metrics` but what cannot happen here; FP32
+    weights have `changed_fraction` and `stuck_fraction` only;
+  - with a scaler: `loss_scale`, and `skipped_steps` so far.
+
+  Args:
+    graphdef: of the policy.
+    tx: the optimizer.
+    temperature: of sampling.
+    compute_dtype: of activations and gradients.
+    kl_penalty: weight in the loss of the exact divergence, summed over tokens
+      and divided like the policy's loss. Its gradient treats the sampled
+      states as given.
   """
 
-  def loss(params, batch, reference):
+  def loss(params, batch, reference, scale):
     model = nnx.merge(graphdef, params)
     completions = batch.completions
     hidden = completion_hidden(
@@ -77,46 +102,95 @@ def train_step(
       batch.advantages,
       completions.mask,
     )
-    return total / count, scores
+    if kl_penalty:
+      total += kl_penalty * jnp.sum(scores.kl, where=completions.mask)
+    value = total / count
+    return value * scale, (value, scores)
 
   def step(state, batch, reference):
-    params, opt_state = state
-    (value, scores), grads = jax.value_and_grad(loss, has_aux=True)(
-      cast(params, compute_dtype), batch, reference
+    params, opt_state, scaler = state
+    scale = jnp.float32(1) if scaler is None else scaler.scale
+    grads, (value, scores) = jax.grad(loss, has_aux=True)(
+      cast(params, compute_dtype), batch, reference, scale
     )
-    updates, new_opt_state = tx.update(grads, opt_state, params)
-    new_params = optax.apply_updates(params, updates)
-    metrics = {'loss': value, 'grad_norm': optax.tree.norm(grads)}
-    metrics |= _token_metrics(scores, batch.completions)
     start = None if reference is None else reference.params
-    metrics |= _sticking(params, opt_state, new_params, new_opt_state, start)
-    return TrainState(new_params, new_opt_state), metrics
+
+    def update(params, opt_state, grads):
+      updates, new_opt_state = tx.update(grads, opt_state, params)
+      new_params = optax.apply_updates(params, updates)
+      sticking = _sticking(params, opt_state, new_params, new_opt_state, start)
+      return new_params, new_opt_state, sticking
+
+    norm = optax.tree.norm(cast(grads, jnp.float32))
+    if scaler is None:
+      params, opt_state, sticking = update(params, opt_state, grads)
+      scaling = {}
+    else:
+      grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+      finite = loss_scale.all_finite(grads)
+      norm = jnp.where(finite, norm / scale, 0.0)
+
+      def skip(params, opt_state, grads):
+        shapes = jax.eval_shape(update, params, opt_state, grads)[2]
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return params, opt_state, nothing
+
+      params, opt_state, sticking = lax.cond(
+        finite, update, skip, params, opt_state, grads
+      )
+      scaler = loss_scale.update(scaler, finite)
+      scaling = {
+        'loss_scale': scaler.scale,
+        'skipped_steps': scaler.skipped.astype(jnp.float32),
+      }
+    metrics = {'loss': value, 'grad_norm': norm}
+    metrics |= _token_metrics(scores, batch.completions) | sticking | scaling
+    return TrainState(params, opt_state, scaler), metrics
 
   return jax.jit(step, donate_argnums=0)
 
 
-def _token_metrics(scores, completions) -> dict[str, jax.Array]:
+def _token_metrics(
+  scores: TokenScores, completions: Completions
+) -> dict[str, jax.Array]:
   mask = completions.mask
   tokens = jnp.maximum(jnp.sum(mask), 1)
 
   def per_token(x):
-    return jnp.sum(jnp.where(mask, x, 0.0)) / tokens
+    return jnp.sum(x, where=mask) / tokens
 
-  def per_completion(x):
-    return jnp.sum(jnp.where(mask, x, 0.0)) / mask.shape[0]
-
+  sampler, policy = completions.logprobs, scores.logprobs
+  gap = jnp.where(mask, jnp.exp(sampler) - jnp.exp(policy), 0.0)
+  clipped = jnp.abs(jnp.exp(policy - sampler) - 1) > _CLIP
   metrics = {
     'entropy': per_token(scores.entropy),
-    'mismatch_k1': per_token(completions.logprobs - scores.logprobs),
-    'mismatch_k3': per_token(
-      losses.kl_k3(completions.logprobs, scores.logprobs)
-    ),
+    'mismatch_k1': per_token(losses.kl_k1(sampler, policy)),
+    'mismatch_k3': per_token(losses.kl_k3(sampler, policy)),
+    'mismatch_probability': jnp.max(jnp.abs(gap)),
+    'phantom_clip_fraction': per_token(clipped.astype(jnp.float32)),
   }
   if scores.kl is not None:
-    k3 = losses.kl_k3(scores.logprobs, scores.reference_logprobs)
-    metrics['kl_exact'] = per_completion(scores.kl)
-    metrics['kl_k3'] = per_completion(k3)
+    metrics |= divergence(scores, mask)
   return metrics
+
+
+def divergence(scores: TokenScores, mask: jax.Array) -> dict[str, jax.Array]:
+  """All measures of KL(policy || reference), nats per completion.
+
+  Args:
+    scores: with a reference.
+    mask: bool `[B, T]`, True for sampled tokens.
+  """
+  pair = scores.logprobs, scores.reference_logprobs
+  tokens = {
+    'kl_exact': scores.kl,
+    'kl_k1': losses.kl_k1(*pair),
+    'kl_k2': losses.kl_k2(*pair),
+    'kl_k3': losses.kl_k3(*pair),
+  }
+  return {
+    name: jnp.sum(x, where=mask) / mask.shape[0] for name, x in tokens.items()
+  }
 
 
 def _sticking(params, opt_state, new_params, new_opt_state, start):

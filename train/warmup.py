@@ -19,6 +19,7 @@ from flax import nnx
 
 from train import pretrained
 from train.answers import Answers
+from train.config import ConfigError
 from train.evaluate import Evaluator
 from train.model import Decoder, ModelConfig
 from train.tasks import Task, data_order
@@ -44,15 +45,11 @@ _MOST_STEPS = 4000
 _QUESTIONS = 240
 
 
-class WarmupError(RuntimeError):
-  """The small model did not learn the task."""
-
-
 def tiny(task: Task) -> Path:
   """Returns the Hugging Face directory of `tiny` for a task, made if missing.
 
   Raises:
-    WarmupError: if the target is not reached.
+    ConfigError: if the target is not reached.
   """
   recipe = [CONFIG.__dict__, task.fingerprint(), TARGET, _BATCH, _LEARNING_RATE]
   digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
@@ -123,6 +120,6 @@ def _teach(task: Task, tokenizer: CharTokenizer) -> dict:
       if reached >= TARGET:
         print(f'tiny: expected reward {reached:.3f} after {i} steps')
         return nnx.to_pure_dict(params)
-  raise WarmupError(
+  raise ConfigError(
     f'tiny reached {reached:.3f} of {TARGET} on {task.name} in {i} steps'
   )

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from train import __main__, loop, pretrained, run_folder, tasks
 from train.config import Config
 from train.run_folder import RunFolder
 from train.tasks import Task
 
-pytestmark = pytest.mark.usefixtures('quick_compile')
+pytestmark = pytest.mark.usefixtures('quick_compile', 'compile_once')
 
 METRICS = (
   'step reward_mean kl_exact kl_k3 entropy grad_norm changed_fraction '
@@ -51,6 +52,22 @@ class Even(Task):
 class Broken(Task):
   def reward(self, question, completion, *, terminated):
     raise ZeroDivisionError('no such answer')
+
+
+@pytest.fixture(scope='module')
+def compile_once(tmp_path_factory):
+  """Runs of this module share what they compile, through a folder."""
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0.3,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for values in (settings, before):
+    compilation_cache.reset_cache()
+    for name, value in values.items():
+      jax.config.update(name, value)
+    if values is settings:
+      yield
 
 
 @pytest.fixture

@@ -1,0 +1,258 @@
+"""A policy in training: its state, and one step of it."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from train import advantages, arms, loss_scale, tasks
+from train.answers import Answers
+from train.config import Config, ConfigError
+from train.evaluate import Evaluation, Evaluator, sampled_evaluation
+from train.policy import Policy
+from train.rollout import Completions, Prompts, cast, generate, pad_prompts
+from train.scoring import completion_hidden, token_scores
+from train.step import Batch, Reference, TrainState, divergence, train_step
+from train.tokenizer import Tokenizer
+
+
+class Trainer:
+  """Holds the state and the functions compiled once for the whole run.
+
+  Everything random is a function of the seed and the step, so a step can be
+  repeated from the state alone.
+  """
+
+  def __init__(
+    self, config: Config, task: tasks.Task, policy: Policy, compute_dtype
+  ):
+    """Prepares everything that stays the same from step to step.
+
+    Raises:
+      ConfigError: if prompts and completions exceed the policy's context, or
+        an answer the longest completion.
+    """
+    self._config = config
+    self._task = task
+    self._tokenizer = policy.tokenizer
+    self._answers = Answers(policy.tokenizer, policy.config.vocab_size)
+    self._prompt_width = _prompt_width(self._tokenizer, task)
+    longest = self._prompt_width + config.max_new_tokens
+    if longest > policy.config.context:
+      raise ConfigError(
+        f'prompts of up to {self._prompt_width} tokens and '
+        f'{config.max_new_tokens} new tokens exceed the context of '
+        f'{config.model}, {policy.config.context} tokens'
+      )
+    self._evaluator = Evaluator(
+      policy.graphdef,
+      task,
+      self._answers,
+      questions=config.eval_questions,
+      prompt_width=self._prompt_width,
+      max_new_tokens=config.max_new_tokens,
+      temperature=config.temperature,
+      compute_dtype=compute_dtype,
+    )
+    arm = arms.ARMS[config.arm]
+    key = jax.random.key(config.seed)
+    self._rollout_key, rounding_key, self._eval_key = (
+      jax.random.fold_in(key, use) for use in range(3)
+    )
+    tx = arms.optimizer(arm, config.lr, rounding_key)
+    params, opt_state = jax.jit(lambda w: arms.start(arm, tx, w))(policy.params)
+    scaled = arm.loss_scaling and compute_dtype == jnp.float16
+    scaler = loss_scale.init() if scaled else None
+    self.state = TrainState(params, opt_state, scaler)
+    self.loss_scaling = 'dynamic' if scaled else 'idle'
+    self._reference = None
+    if config.kl_every or config.eval_samples:
+      self._reference = cast(policy.params, jnp.bfloat16)  # exact: on its grid
+    self.reward_failures = 0
+    self._compile(policy.graphdef, tx, compute_dtype)
+
+  def _compile(self, graphdef: nnx.GraphDef, tx, compute_dtype) -> None:
+    config = self._config
+    terminators = jnp.asarray(self._answers.terminators)
+
+    def model(params):
+      return nnx.merge(graphdef, cast(params, compute_dtype))
+
+    def rollout(params, prompts, key, temperature):
+      return generate(
+        model(params),
+        prompts,
+        key,
+        group=config.group,
+        max_new_tokens=config.max_new_tokens,
+        temperature=temperature,
+        terminators=terminators,
+        compute_dtype=compute_dtype,
+      )
+
+    def hidden(params, prompts, tokens):
+      return completion_hidden(
+        model(params), prompts, tokens, compute_dtype=compute_dtype
+      )
+
+    def held_out_kl(params, hidden, reference: Reference, completions):
+      scores = token_scores(
+        model(params),
+        hidden,
+        completions.tokens,
+        temperature=config.temperature,
+        compute_dtype=compute_dtype,
+        reference=(model(reference.params), reference.hidden),
+      )
+      return divergence(scores, completions.mask)['kl_exact']
+
+    self._rollout = jax.jit(rollout)
+    self._hidden = jax.jit(hidden)
+    self._held_out_kl = jax.jit(held_out_kl)
+    self._train_step = train_step(
+      graphdef,
+      tx,
+      temperature=config.temperature,
+      compute_dtype=compute_dtype,
+      kl_penalty=config.kl_penalty,
+    )
+
+  def step(self, step: int) -> dict[str, Any]:
+    """One rollout and one update; returns the step's metrics.
+
+    Args:
+      step: steps done before this one.
+
+    Raises:
+      FloatingPointError: if the loss is not finite, or a gradient outside the
+        loss scaler's care; the state is then the one after that step.
+    """
+    config = self._config
+    started = time.monotonic()
+    order = tasks.data_order(
+      len(self._task.train), config.seed, step * config.prompts, config.prompts
+    )
+    questions = [self._task.train[i] for i in order]
+    prompts = self._prompts(questions)
+    key = jax.random.fold_in(self._rollout_key, step)
+    completions, rewards, failures = self._sample(
+      questions, prompts, key, config.temperature
+    )
+    sampled_at = time.monotonic()
+    batch = Batch(
+      prompts, completions, advantages.dr_grpo(rewards, config.group)
+    )
+    reference = None
+    if config.kl_every and step % config.kl_every == 0:
+      hidden = self._hidden(self._reference, prompts, completions.tokens)
+      reference = Reference(self._reference, hidden)
+    self.state, metrics = self._train_step(self.state, batch, reference)
+    metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    if not np.isfinite([metrics['loss'], metrics['grad_norm']]).all():
+      raise FloatingPointError(
+        f'step {step + 1}: loss {metrics["loss"]}, gradient norm '
+        f'{metrics["grad_norm"]}'
+      )
+    ended = time.monotonic()
+    tokens = int(completions.lengths.sum())
+    groups = rewards.reshape(-1, config.group)
+    return {
+      'reward_mean': float(rewards.mean()),
+      'kl_exact': metrics.pop('kl_exact', None),
+      'kl_k3': metrics.pop('kl_k3', None),
+      **metrics,
+      'mixed_groups': float((groups.min(1) < groups.max(1)).mean()),
+      'completion_tokens': tokens / rewards.size,
+      'truncated_fraction': float(1 - completions.terminated.mean()),
+      'reward_failures': failures,
+      'rollout_seconds': sampled_at - started,
+      'train_seconds': ended - sampled_at,
+      'tokens_per_second': tokens / (sampled_at - started),
+    }
+
+  def evaluate(self) -> Evaluation:
+    """Expected reward of the policy as it is now, on held-out questions."""
+    return self._evaluator(self.state.params)
+
+  def evaluate_sampled(self) -> dict[str, float]:
+    """Sampled reward, pass@k, greedy accuracy and KL on held-out questions.
+
+    Runs the same compiled rollout as training, on questions in batches of its
+    shape; the last batch is filled up with questions that do not count.
+    """
+    config = self._config
+    questions = self._task.evaluation[: config.eval_questions]
+    samples, greedy, divergences = [], [], []
+    for start in range(0, len(questions), config.prompts):
+      asked = list(questions[start : start + config.prompts])
+      count = len(asked)
+      asked += [asked[-1]] * (config.prompts - count)
+      prompts = self._prompts(asked)
+      key = jax.random.fold_in(self._eval_key, start)
+      rounds = []
+      for i in range(config.eval_samples // config.group):
+        completions, rewards, _ = self._sample(
+          asked, prompts, jax.random.fold_in(key, i), config.temperature
+        )
+        rounds.append(rewards.reshape(-1, config.group)[:count])
+        hidden, other = (
+          self._hidden(params, prompts, completions.tokens)
+          for params in (self.state.params, self._reference)
+        )
+        kl = self._held_out_kl(
+          self.state.params,
+          hidden,
+          Reference(self._reference, other),
+          completions,
+        )
+        divergences.append(float(kl))
+      samples.append(np.concatenate(rounds, axis=1))
+      _, rewards, _ = self._sample(asked, prompts, key, 0.0)
+      greedy.append(rewards.reshape(-1, config.group)[:count, 0])
+    return sampled_evaluation(
+      np.concatenate(samples), np.concatenate(greedy)
+    ) | {'eval_kl_exact': float(np.mean(divergences))}
+
+  def _prompts(self, questions: list[tasks.Question]) -> Prompts:
+    return pad_prompts(
+      [self._tokenizer.encode(q.prompt) for q in questions],
+      self._prompt_width,
+      self._tokenizer.pad_id,
+    )
+
+  def _sample(
+    self, questions, prompts: Prompts, key: jax.Array, temperature: float
+  ) -> tuple[Completions, np.ndarray, int]:
+    """Completions on the host, their rewards `[B]`, and failed rewards."""
+    completions = jax.device_get(
+      self._rollout(self.state.params, prompts, key, temperature)
+    )
+    rewards, failures = tasks.score(
+      self._task,
+      [q for q in questions for _ in range(self._config.group)],
+      [
+        self._answers.text(tokens[:length])
+        for tokens, length in zip(
+          completions.tokens, completions.lengths, strict=True
+        )
+      ],
+      completions.terminated,
+    )
+    self.reward_failures += failures
+    return completions, rewards, failures
+
+
+def _prompt_width(tokenizer: Tokenizer, task: tasks.Task) -> int:
+  """Tokens of the longest prompt: one compiled shape for all of them."""
+  widths = []
+  for question in {*task.train, *task.evaluation}:
+    try:
+      widths.append(len(tokenizer.encode(question.prompt)))
+    except Exception as error:  # the library raises nothing more precise
+      raise ConfigError(
+        f'the tokenizer cannot encode {question.prompt!r}: {error}'
+      ) from error
+  return max(widths)
