@@ -42,7 +42,7 @@ def main() -> int:
   """Runs; 2 for what the user can mend, 128 + signal when told to stop."""
   try:
     loop.run(parse())
-  except (ConfigError, PretrainedError, TaskError) as error:
+  except (ConfigError, PretrainedError, TaskError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   except FloatingPointError as error:

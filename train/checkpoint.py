@@ -9,7 +9,8 @@ import orbax.checkpoint as ocp
 from train.config import ConfigError
 
 # What may not change between a checkpoint and the run that resumes it. All
-# else (steps, cadences, where it is logged) is free.
+# else (steps, cadences, where it is logged) is free. The gain on held-out
+# questions is paired by question, hence `eval_questions`.
 IDENTITY = (
   'model',
   'task',
@@ -24,6 +25,7 @@ IDENTITY = (
   'temperature',
   'compute_dtype',
   'seed',
+  'eval_questions',
 )
 
 

@@ -131,6 +131,7 @@ def plot_runs(paths: Sequence[Path], out: Path) -> None:
   mismatch.set(
     title='Sampler against training forward (k3)', ylabel='nats per token'
   )
+  slope.set_ylim(0, 1.3)
   for ax in (reward, kl, changed, slope, mismatch):
     ax.set_xlabel('step')
   figure.savefig(out, dpi=110)
@@ -144,7 +145,7 @@ def main() -> int:
     if not arguments.runs:
       raise ConfigError('expected at least one run folder')
     plot_runs(arguments.runs, arguments.out)
-  except (ConfigError, OSError) as error:
+  except (ValueError, OSError) as error:  # Matplotlib's, of a format, too
     print(f'error: {error}', file=sys.stderr)
     return 2
   print(arguments.out)

@@ -68,9 +68,7 @@ class RunFolder:
     kept = [r for r in self.metrics() if r['step'] <= steps]
     if len(kept) < steps:
       raise ConfigError(f'{file} lacks steps before {steps}')
-    new = file.with_suffix('.new')
-    new.write_text(''.join(_line(record) for record in kept))
-    new.replace(file)
+    _replace(file, ''.join(_line(record) for record in kept))
 
   def append_metrics(self, record: dict[str, Any]) -> None:
     """Adds one line to `metrics.jsonl`, at once on disk."""
@@ -82,7 +80,14 @@ class RunFolder:
     self._write_json('summary.json', _strict(summary))
 
   def _write_json(self, name: str, content: dict[str, Any]) -> None:
-    (self.path / name).write_text(json.dumps(content, indent=2) + '\n')
+    _replace(self.path / name, json.dumps(content, indent=2) + '\n')
+
+
+def _replace(file: Path, text: str) -> None:
+  """Writes a file so that a killed run leaves the old one or the new one."""
+  new = file.with_suffix('.new')
+  new.write_text(text)
+  new.replace(file)
 
 
 def _strict(record: dict[str, Any]) -> dict[str, Any]:
@@ -111,18 +116,27 @@ def read_config(path: Path) -> dict[str, Any]:
     ConfigError: if there is none.
   """
   try:
-    return json.loads((path / 'config.json').read_text())
+    config = json.loads((path / 'config.json').read_text())
   except (OSError, ValueError) as error:
     raise ConfigError(f'{path} is no run folder: {error}') from error
+  if not isinstance(config, dict) or not {'arm', 'versions'} <= config.keys():
+    raise ConfigError(f'{path} is no run folder: its config.json is not a run')
+  return config
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
   """Reads the steps of a run: one dict a line of its `metrics.jsonl`.
 
   A last line that a killed run did not finish is left out.
+
+  Raises:
+    ConfigError: if another line is not JSON.
   """
   file = path / 'metrics.jsonl'
   if not file.exists():
     return []
   whole, _, _ = file.read_text().rpartition('\n')
-  return [json.loads(line) for line in whole.splitlines()]
+  try:
+    return [json.loads(line) for line in whole.splitlines()]
+  except ValueError as error:
+    raise ConfigError(f'{file} is corrupt: {error}') from error

@@ -185,7 +185,7 @@ class Trainer:
     """
     config = self._config
     questions = self._task.evaluation[: config.eval_questions]
-    samples, greedy, divergences = [], [], []
+    samples, greedy, total_kl = [], [], 0.0
     for start in range(0, len(questions), config.prompts):
       asked = list(questions[start : start + config.prompts])
       count = len(asked)
@@ -198,6 +198,8 @@ class Trainer:
           asked, prompts, jax.random.fold_in(key, i), config.temperature
         )
         rounds.append(rewards.reshape(-1, config.group)[:count])
+        counts = np.arange(rewards.size) < count * config.group
+        completions = completions._replace(lengths=completions.lengths * counts)
         hidden, other = (
           self._hidden(params, prompts, completions.tokens)
           for params in (self.state.params, self._reference)
@@ -208,13 +210,14 @@ class Trainer:
           Reference(self._reference, other),
           completions,
         )
-        divergences.append(float(kl))
+        total_kl += float(kl) * rewards.size
       samples.append(np.concatenate(rounds, axis=1))
       _, rewards, _ = self._sample(asked, prompts, key, 0.0)
       greedy.append(rewards.reshape(-1, config.group)[:count, 0])
-    return sampled_evaluation(
-      np.concatenate(samples), np.concatenate(greedy)
-    ) | {'eval_kl_exact': float(np.mean(divergences))}
+    samples = np.concatenate(samples)
+    return sampled_evaluation(samples, np.concatenate(greedy)) | {
+      'eval_kl_exact': total_kl / samples.size
+    }
 
   def _prompts(self, questions: list[tasks.Question]) -> Prompts:
     return pad_prompts(

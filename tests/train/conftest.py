@@ -2,6 +2,11 @@
 
 import dataclasses
 import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -9,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
-from train import policy
+from train import __main__, policy, tasks
+from train.config import Config
 from train.model import Decoder, ModelConfig
 from train.pretrained import save_huggingface
 from train.rollout import Prompts
@@ -19,6 +26,8 @@ from train.tokenizer import CharTokenizer
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_debug_key_reuse', True)
 
+ROOT = pathlib.Path(__file__).parents[2]
+
 
 @pytest.fixture(scope='module')
 def quick_compile():
@@ -26,6 +35,27 @@ def quick_compile():
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture(scope='session')
+def compiled_folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('compiled')
+
+
+@pytest.fixture(scope='module')
+def compile_once(compiled_folder):
+  """Runs share what they compile, through a folder."""
+  settings = {
+    'jax_compilation_cache_dir': str(compiled_folder),
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for values in (settings, before):
+    compilation_cache.reset_cache()
+    for name, value in values.items():
+      jax.config.update(name, value)
+    if values is settings:
+      yield
 
 
 CONFIG = ModelConfig(
@@ -203,18 +233,125 @@ def pieces():
 CHARACTERS = '0123456789+= \n'
 
 
+def save_model(path, **changes):
+  """Writes an untrained character model as a Hugging Face directory."""
+  tokenizer = CharTokenizer(CHARACTERS)
+  config = dataclasses.replace(
+    CONFIG, **({'vocab_size': tokenizer.vocab_size} | changes)
+  )
+  params = random_params(config)
+  save_huggingface(path, config, params, tokenizer, dtype=jnp.bfloat16)
+  return path
+
+
 @pytest.fixture
 def make_folder(tmp_path):
-  """Writes an untrained character model as a Hugging Face directory."""
-
   def make(name='model', **changes):
-    tokenizer = CharTokenizer(CHARACTERS)
-    config = dataclasses.replace(
-      CONFIG, **({'vocab_size': tokenizer.vocab_size} | changes)
-    )
-    params = random_params(config)
-    path = tmp_path / name
-    save_huggingface(path, config, params, tokenizer, dtype=jnp.bfloat16)
-    return path
+    return save_model(tmp_path / name, **changes)
 
   return make
+
+
+@dataclasses.dataclass(frozen=True)
+class Even(tasks.Task):
+  """Pays for an even last digit, which an untrained model finds, too."""
+
+  def reward(self, question, completion, *, terminated):
+    return float(terminated and completion[-1:] in tuple('02468'))
+
+
+def few_questions(kind=Even, train_size=101):
+  """A stand-in for `tasks.load_task` that makes a task of another kind."""
+  load = tasks.load_task
+
+  @functools.cache
+  def made():
+    task = load('addition', train_size=train_size, evaluation_size=53)
+    return kind(task.name, task.train, task.evaluation, task.best_constant)
+
+  return lambda name, **sizes: made()
+
+
+class Runner:
+  """Whole runs on `Even`, in this process or in one to be killed."""
+
+  flags = dict(
+    task='addition',
+    steps=3,
+    prompts=3,
+    group=5,
+    max_new_tokens=6,
+    lr=1e-3,
+    seed=7,
+    eval_questions=29,
+  )
+  times = ('rollout_seconds', 'train_seconds', 'tokens_per_second')
+
+  def __init__(self, folder, compiled):
+    self.model = save_model(folder / 'model', layers=1)
+    self._environment = os.environ | {
+      'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'tests/train')]),
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+      'JAX_COMPILATION_CACHE_DIR': str(compiled),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
+    }
+
+  def config(self, **changes) -> Config:
+    return Config(**self.flags | {'model': str(self.model)} | changes)
+
+  def argv(self, resume=False, **changes):
+    """A command line; that of a resumed run names only what changes."""
+    flags = changes
+    if not resume:
+      flags = self.flags | {'model': self.model} | changes
+    named = [f'--{k.replace("_", "-")}={v}' for k, v in flags.items()]
+    return ['train', *['--resume'] * resume, *named]
+
+  def main(self, **flags):
+    """The command in this process: its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(sys, 'argv', self.argv(**flags))
+      return __main__.main()
+
+  def start(self, **flags) -> subprocess.Popen:
+    """The command in a process of its own."""
+    return subprocess.Popen(
+      [sys.executable, '-c', MAIN, *self.argv(**flags)[1:]],
+      env=self._environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  @staticmethod
+  def read(path):
+    """`metrics.jsonl` as strict JSON, which knows neither NaN nor Infinity."""
+
+    def refuse(constant):
+      raise AssertionError(f'{constant} in metrics.jsonl')
+
+    lines = (path / 'metrics.jsonl').read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+  def timeless(self, path):
+    """The metrics that the seed decides."""
+    return [
+      {k: v for k, v in record.items() if k not in self.times}
+      for record in self.read(path)
+    ]
+
+
+MAIN = """
+import conftest, sys
+from train import __main__, tasks
+tasks.load_task = conftest.few_questions()
+sys.exit(__main__.main())
+"""
+
+
+@pytest.fixture(scope='module')
+def runner(tmp_path_factory, compiled_folder, quick_compile, compile_once):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tasks, 'load_task', few_questions())
+    yield Runner(tmp_path_factory.mktemp('runs'), compiled_folder)

@@ -22,52 +22,15 @@ METRICS = (
   'stuck_fraction completion_tokens truncated_fraction rollout_seconds '
   'train_seconds tokens_per_second'
 ).split()
-TIMES = ('rollout_seconds', 'train_seconds', 'tokens_per_second')
 SUMMARY = (
   'reward_first_quarter reward_last_quarter eval_before eval_after eval_gain '
   'eval_gain_standard_error eval_questions best_constant best_constant_share '
   'kl_exact_last reward_failures seconds peak_memory_gib'
 ).split()
-FLAGS = dict(
-  task='addition',
-  steps=3,
-  prompts=3,
-  group=5,
-  max_new_tokens=6,
-  lr=1e-3,
-  seed=7,
-  eval_questions=29,
-)
-
-
-@dataclass(frozen=True)
-class Even(Task):
-  """Pays for an even last digit, which an untrained model finds, too."""
-
-  def reward(self, question, completion, *, terminated):
-    return float(terminated and completion[-1:] in tuple('02468'))
-
-
 @dataclass(frozen=True)
 class Broken(Task):
   def reward(self, question, completion, *, terminated):
     raise ZeroDivisionError('no such answer')
-
-
-@pytest.fixture(scope='module')
-def compile_once(tmp_path_factory):
-  """Runs of this module share what they compile, through a folder."""
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.3,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for values in (settings, before):
-    compilation_cache.reset_cache()
-    for name, value in values.items():
-      jax.config.update(name, value)
-    if values is settings:
-      yield
 
 
 @pytest.fixture
@@ -96,16 +59,6 @@ def use(monkeypatch):
     return trainers
 
   return use
-
-
-def read(path):
-  """`metrics.jsonl` as strict JSON, which knows neither NaN nor Infinity."""
-
-  def refuse(constant):
-    raise AssertionError(f'{constant} in metrics.jsonl')
-
-  lines = (path / 'metrics.jsonl').read_text().splitlines()
-  return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
 def assert_same_bits(a, b):
