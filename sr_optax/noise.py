@@ -10,13 +10,12 @@ version, because `shadow='residual16'` uses the noise as a storage format):
 
     words    = fold_in(key, epoch)                        uint32[2], Threefry
     leaf key = fold_in(fold_in(words, path_hash[0]), path_hash[1])
-    x        = spread(index_lo ^ leaf_key[0]) + leaf_key[1] + spread(index_hi)
-    bits     = finish(x)
+    bits     = mix(index_lo * (leaf_key[1] | 1) + leaf_key[0] + mix(index_hi))
 
-`finish(spread(i))` is an avalanche permutation of 32 bits with three
-multiplications (constants by C. Wellons, exact bias 0.02,
-https://github.com/skeeto/hash-prospector); the second key enters after the
-first of them.
+Each leaf and step walks the 32-bit words with a stride and an origin of its
+own; `mix` is an avalanche permutation of two multiplications (constants found
+by C. Wellons' hash prospector, https://github.com/skeeto/hash-prospector). A
+key that only shifts one common walk would let leaves share whole stretches.
 For leaves of at most 2^32 elements `index_hi` is 0 and vanishes at compile
 time. BF16 takes the upper 16 bits, FP16 all 32.
 """
@@ -95,18 +94,15 @@ def random_bits(leaf_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     shape: of the whole (global) leaf.
   """
   lo, hi = _linear_index(shape)
-  x = _spread(lo ^ leaf_key[0]) + leaf_key[1]
-  return _finish(x if hi is None else x + _spread(hi))
+  x = lo * (leaf_key[1] | _U32(1)) + leaf_key[0]
+  return _mix(x if hi is None else x + _mix(hi))
 
 
-def _spread(x: jax.Array) -> jax.Array:
-  return (x ^ (x >> _U32(17))) * _U32(0xED5AD4BB)
-
-
-def _finish(x: jax.Array) -> jax.Array:
-  x = (x ^ (x >> _U32(11))) * _U32(0xAC4C1B51)
-  x = (x ^ (x >> _U32(15))) * _U32(0x31848BAB)
-  return x ^ (x >> _U32(16))  # for the lower half; the upper one is good
+def _mix(x: jax.Array) -> jax.Array:
+  """Avalanche permutation of 32 bits: every input bit flips half the output."""
+  x = (x ^ (x >> _U32(16))) * _U32(0x21F0AAAD)
+  x = (x ^ (x >> _U32(15))) * _U32(0x735A2D97)
+  return x ^ (x >> _U32(15))
 
 
 def _linear_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:

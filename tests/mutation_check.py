@@ -118,9 +118,9 @@ FAULTS = (
   Fault(
     'noise from the index within an eighth of the leaf (a shard)',
     'noise.py',
-    '  x = _spread(lo ^ leaf_key[0]) + leaf_key[1]',
+    '  x = lo * (leaf_key[1] | _U32(1)) + leaf_key[0]',
     '  lo = lo % _U32(max(1, math.prod(shape) // 8))\n'
-    '  x = _spread(lo ^ leaf_key[0]) + leaf_key[1]',
+    '  x = lo * (leaf_key[1] | _U32(1)) + leaf_key[0]',
     'noise',
   ),
   Fault(
@@ -133,7 +133,7 @@ FAULTS = (
   Fault(
     'high word of the index dropped',
     'noise.py',
-    'x if hi is None else x + _spread(hi)',
+    'x if hi is None else x + _mix(hi)',
     'x',
     'noise',
   ),
@@ -147,8 +147,15 @@ FAULTS = (
   Fault(
     'one round of mixing less',
     'noise.py',
-    'x = (x ^ (x >> _U32(11))) * _U32(0xAC4C1B51)',
+    'x = (x ^ (x >> _U32(15))) * _U32(0x735A2D97)',
     'pass',
+    'noise',
+  ),
+  Fault(
+    'leaves walk along one sequence, from different origins',
+    'noise.py',
+    'x = lo * (leaf_key[1] | _U32(1)) + leaf_key[0]',
+    'x = lo + leaf_key[0]',
     'noise',
   ),
   Fault(
