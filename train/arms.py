@@ -1,5 +1,6 @@
 """Precision arms: how the weights are stored, and what ends the chain."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -42,12 +43,13 @@ def optimizer(
 
   Args:
     arm: decides the last link.
-    learning_rate: constant.
+    learning_rate: constant; part of the state, so that runs at different
+      rates share one compiled program.
     key: of the rounding noise.
   """
   links = [
     optax.clip_by_global_norm(1.0),
-    optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0),
+    _adamw(learning_rate),
   ]
   match arm.rounding:
     case 'stochastic':
@@ -62,6 +64,16 @@ def optimizer(
     case None:
       return optax.chain(*links)
   return sr_optax.chain(*links, last)
+
+
+def _adamw(learning_rate: float) -> optax.GradientTransformation:
+  @functools.partial(
+    optax.inject_hyperparams, hyperparam_dtype=jnp.dtype(jnp.float32)
+  )
+  def make(learning_rate):
+    return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0)
+
+  return make(learning_rate=learning_rate)
 
 
 def start(

@@ -18,6 +18,8 @@ IDENTITY = (
   'parameters',
   'arm',
   'lr',
+  'loss_scaler',
+  'reward_scale',
   'kl_penalty',
   'prompts',
   'group',

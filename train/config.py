@@ -6,6 +6,7 @@ from pathlib import Path
 from train import arms, tasks
 
 COMPUTE_DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
+LOSS_SCALERS = ('auto', 'off')
 
 
 class ConfigError(ValueError):
@@ -44,6 +45,11 @@ class Config:
   compute_dtype: str = 'auto'
   """Of activations and gradients: float32, bfloat16, float16, or auto (the
   arm's; on a CPU float32, because BF16 and FP16 products are slow there)."""
+  loss_scaler: str = 'auto'
+  """auto (where the arm's gradients are float16) or off."""
+  reward_scale: float = 1.0
+  """What a right answer earns as the gradient sees it. Adam does not care;
+  float16 gradients underflow when it is small, as in very large batches."""
   eval_every: int = 0
   """Steps between evaluations on held-out questions; 0: before and after."""
   eval_questions: int = 120
@@ -62,6 +68,9 @@ class Config:
   SIGINT)."""
   keep: int = 2
   """Checkpoints kept."""
+  save_final: bool = True
+  """Save checkpoint, weights and picture at the end; off: metrics only (a run
+  told to stop still saves its checkpoint)."""
   resume: bool = False
   """Continue the run in --out from its last checkpoint. Flags that are not
   given keep the value they had."""
@@ -77,6 +86,11 @@ class Config:
       raise ConfigError(
         f'unknown compute dtype {self.compute_dtype!r}; there are: '
         + ', '.join(COMPUTE_DTYPES)
+      )
+    if self.loss_scaler not in LOSS_SCALERS:
+      raise ConfigError(
+        f'unknown loss scaler {self.loss_scaler!r}; there are: '
+        + ', '.join(LOSS_SCALERS)
       )
     if self.group < 2:
       raise ConfigError(
@@ -100,7 +114,7 @@ class Config:
     ):
       if getattr(self, name) < 0:
         raise ConfigError(f'{name}: expected >= 0, got {getattr(self, name)}')
-    for name in ('lr', 'temperature'):
+    for name in ('lr', 'temperature', 'reward_scale'):
       value = getattr(self, name)
       if not 0 < value < float('inf'):
         raise ConfigError(f'{name}: expected a positive number, got {value}')

@@ -85,9 +85,11 @@ def run(config: Config) -> dict[str, Any]:
     progress.line(_evaluation_line(0, before))
     progress.note('compiling')
     for step in range(first, config.steps):
-      record = {'step': step + 1} | trainer.step(step)
       last = step + 1 == config.steps
       due = config.eval_every and (step + 1) % config.eval_every == 0
+      if config.eval_samples and (last or due):
+        trainer.keep_previous()
+      record = {'step': step + 1} | trainer.step(step)
       if last or due:
         latest = trainer.evaluate()
         progress.line(_evaluation_line(step + 1, latest))
@@ -98,7 +100,8 @@ def run(config: Config) -> dict[str, Any]:
       folder.append_metrics(record)
       progress.step(record)
       every = config.checkpoint_every
-      if last or signals.received or (every and (step + 1) % every == 0):
+      final = last and config.save_final
+      if final or signals.received or (every and (step + 1) % every == 0):
         save(step + 1)
       if signals.received and not last:
         raise Interrupted(
@@ -109,13 +112,14 @@ def run(config: Config) -> dict[str, Any]:
     if first >= config.steps:  # nothing was left to do
       latest = trainer.evaluate()
 
-  pretrained.save_huggingface(
-    folder.path / 'model',
-    policy.config,
-    nnx.to_pure_dict(trainer.state.params),
-    policy.tokenizer,
-    dtype=arms.ARMS[config.arm].param_dtype,
-  )
+  if config.save_final:
+    pretrained.save_huggingface(
+      folder.path / 'model',
+      policy.config,
+      nnx.to_pure_dict(trainer.state.params),
+      policy.tokenizer,
+      dtype=arms.ARMS[config.arm].param_dtype,
+    )
   summary = _summary(folder, before, latest) | {
     'best_constant': task.best_constant[0],
     'best_constant_share': task.best_constant[1],
@@ -123,7 +127,8 @@ def run(config: Config) -> dict[str, Any]:
     'peak_memory_gib': _peak_memory_gib(),
   }
   folder.write_summary(summary)
-  plot.plot_runs([folder.path], folder.path / 'reward.png')
+  if config.save_final:
+    plot.plot_runs([folder.path], folder.path / 'reward.png')
   _report(config, summary, folder.path)
   return summary
 
@@ -257,9 +262,12 @@ def _report(config: Config, summary: dict[str, Any], path: Path) -> None:
     f'KL to the reference    {kl}',
     f'Time, peak memory      {s["seconds"]:.0f} s, '
     f'{s["peak_memory_gib"]:.1f} GiB',
-    f'Picture                {path / "reward.png"}',
-    f'Weights                {path / "model"}',
   ]
+  if config.save_final:
+    lines += [
+      f'Picture                {path / "reward.png"}',
+      f'Weights                {path / "model"}',
+    ]
   if config.eval_samples:
     sampled = ', '.join(
       f'{name.removeprefix("eval_").replace("_", " ")} {s[name]:.3f}'

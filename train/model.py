@@ -161,7 +161,7 @@ class Decoder(nnx.Module):
         `cache_index + T <= S`.
       compute_dtype: of matrix products and activations. RMSNorm, RoPE and
         softmax are float32 always.
-      remat: recompute each layer in the backward pass.
+      remat: recompute whole layers in the backward pass, matrix products too.
 
     Returns:
       Normed hidden states `[B, T, D]` in `compute_dtype`, and the updated
@@ -214,8 +214,10 @@ class Decoder(nnx.Module):
       x += _linear(y, w['down'], precision)
       return (x, cache), own if cache is None else None
 
-    if remat:
-      layer = jax.checkpoint(layer, prevent_cse=False)
+    # Elementwise work is always redone in the backward pass: it is cheap, and
+    # what it would keep is more than the products' results.
+    keep = None if remat else jax.checkpoint_policies.dots_saveable
+    layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
     weights = _matrices(nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param)))
     x = self.embed[...][tokens].astype(compute_dtype)  # [B, T, D]
     xs = (jnp.arange(self.config.layers), weights, prefix)

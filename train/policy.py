@@ -13,7 +13,7 @@ from train.model import Decoder, ModelConfig
 from train.tasks import Task
 from train.tokenizer import Tokenizer
 
-NAMES = ('smollm2', 'tiny')
+NAMES = ('smollm2', 'tiny', 'tiny-wide')
 
 
 class Policy(NamedTuple):
@@ -34,7 +34,7 @@ def load_policy(model: str, task: Task) -> Policy:
 
   Args:
     model: one of `NAMES`, or the path of a Hugging Face directory.
-    task: what `tiny` is warmed up on.
+    task: what the tiny ones are warmed up on.
 
   Raises:
     ConfigError: for an unknown name.
@@ -42,10 +42,10 @@ def load_policy(model: str, task: Task) -> Policy:
   """
   if model == 'smollm2':
     loaded = pretrained.load_gguf(pretrained.find_smollm2())
-  elif model == 'tiny':
+  elif model in ('tiny', 'tiny-wide'):
     from train import warmup  # only here: it builds on this module
 
-    loaded = pretrained.load_huggingface(warmup.tiny(task))
+    loaded = pretrained.load_huggingface(warmup.tiny(task, model))
   elif '/' in model or Path(model).exists():
     loaded = pretrained.load_huggingface(model)
   else:

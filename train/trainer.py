@@ -64,10 +64,12 @@ class Trainer:
     )
     tx = arms.optimizer(arm, config.lr, rounding_key)
     params, opt_state = jax.jit(lambda w: arms.start(arm, tx, w))(policy.params)
-    scaled = arm.loss_scaling and compute_dtype == jnp.float16
+    scalable = arm.loss_scaling and compute_dtype == jnp.float16
+    scaled = scalable and config.loss_scaler == 'auto'
     scaler = loss_scale.init() if scaled else None
     self.state = TrainState(params, opt_state, scaler)
-    self.loss_scaling = 'dynamic' if scaled else 'idle'
+    self.loss_scaling = 'dynamic' if scaled else 'off' if scalable else 'idle'
+    self._previous = None
     self._reference = None
     if config.kl_every or config.eval_samples:
       self._reference = cast(policy.params, jnp.bfloat16)  # exact: on its grid
@@ -142,9 +144,8 @@ class Trainer:
       questions, prompts, key, config.temperature
     )
     sampled_at = time.monotonic()
-    batch = Batch(
-      prompts, completions, advantages.dr_grpo(rewards, config.group)
-    )
+    worth = advantages.dr_grpo(rewards, config.group) * config.reward_scale
+    batch = Batch(prompts, completions, worth)
     reference = None
     if config.kl_every and step % config.kl_every == 0:
       hidden = self._hidden(self._reference, prompts, completions.tokens)
@@ -177,15 +178,26 @@ class Trainer:
     """Expected reward of the policy as it is now, on held-out questions."""
     return self._evaluator(self.state.params)
 
+  def keep_previous(self) -> None:
+    """Remembers the policy: `evaluate_sampled` measures from it, too."""
+    self._previous = jax.tree.map(jnp.copy, self.state.params)
+
   def evaluate_sampled(self) -> dict[str, float]:
     """Sampled reward, pass@k, greedy accuracy and KL on held-out questions.
+
+    `eval_kl_exact` is the divergence from the reference, `eval_kl_step` that
+    from the policy of the last `keep_previous`, nats per completion.
 
     Runs the same compiled rollout as training, on questions in batches of its
     shape; the last batch is filled up with questions that do not count.
     """
     config = self._config
     questions = self._task.evaluation[: config.eval_questions]
-    samples, greedy, total_kl = [], [], 0.0
+    samples, greedy = [], []
+    others = {'eval_kl_exact': self._reference}
+    if self._previous is not None:
+      others['eval_kl_step'] = self._previous
+    total_kl = dict.fromkeys(others, 0.0)
     for start in range(0, len(questions), config.prompts):
       asked = list(questions[start : start + config.prompts])
       count = len(asked)
@@ -200,23 +212,18 @@ class Trainer:
         rounds.append(rewards.reshape(-1, config.group)[:count])
         counts = np.arange(rewards.size) < count * config.group
         completions = completions._replace(lengths=completions.lengths * counts)
-        hidden, other = (
-          self._hidden(params, prompts, completions.tokens)
-          for params in (self.state.params, self._reference)
-        )
-        kl = self._held_out_kl(
-          self.state.params,
-          hidden,
-          Reference(self._reference, other),
-          completions,
-        )
-        total_kl += float(kl) * rewards.size
+        tokens = completions.tokens
+        hidden = self._hidden(self.state.params, prompts, tokens)
+        for name, params in others.items():
+          other = Reference(params, self._hidden(params, prompts, tokens))
+          kl = self._held_out_kl(self.state.params, hidden, other, completions)
+          total_kl[name] += float(kl) * rewards.size
       samples.append(np.concatenate(rounds, axis=1))
       _, rewards, _ = self._sample(asked, prompts, key, 0.0)
       greedy.append(rewards.reshape(-1, config.group)[:count, 0])
     samples = np.concatenate(samples)
     return sampled_evaluation(samples, np.concatenate(greedy)) | {
-      'eval_kl_exact': total_kl / samples.size
+      name: kl / samples.size for name, kl in total_kl.items()
     }
 
   def _prompts(self, questions: list[tasks.Question]) -> Prompts:

@@ -1,10 +1,11 @@
-"""`tiny`: a small character model, taught a task until it is worth training.
+"""`tiny`, `tiny-wide`: small character models, taught until worth training.
 
 Supervised learning on the task's own training questions stops at a chosen
 expected reward, so that reinforcement has something to reinforce and something
 left to gain. The result is cached.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -38,6 +39,10 @@ CONFIG = ModelConfig(
   rope_theta=1e4,
   tied_embeddings=True,
 )
+CONFIGS = {
+  'tiny': CONFIG,
+  'tiny-wide': dataclasses.replace(CONFIG, width=192, heads=6, ff_width=768),
+}
 _BATCH = 256
 _LEARNING_RATE = 2e-3
 _CHECK_EVERY = 20  # steps; near the target four times as often
@@ -45,27 +50,39 @@ _MOST_STEPS = 4000
 _QUESTIONS = 240
 
 
-def tiny(task: Task) -> Path:
-  """Returns the Hugging Face directory of `tiny` for a task, made if missing.
+def cache_folder() -> Path:
+  """Where warmed-up models are kept."""
+  cache = Path(os.environ.get('XDG_CACHE_HOME', Path.home() / '.cache'))
+  return cache / 'sr-optax'
+
+
+def tiny(task: Task, name: str = 'tiny') -> Path:
+  """Returns a model's Hugging Face directory for a task, made if missing.
+
+  Args:
+    task: what it is taught.
+    name: one of `CONFIGS`.
 
   Raises:
     ConfigError: if the target is not reached.
   """
-  recipe = [CONFIG.__dict__, task.fingerprint(), TARGET, _BATCH, _LEARNING_RATE]
+  config = CONFIGS[name]
+  recipe = [vars(config), task.fingerprint(), TARGET, _BATCH, _LEARNING_RATE]
   digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-  cache = Path(os.environ.get('XDG_CACHE_HOME', Path.home() / '.cache'))
-  path = cache / 'sr-optax' / f'tiny-{task.name}-{digest}'
+  path = cache_folder() / f'{name}-{task.name}-{digest}'
   if not path.exists():
-    print(f'Warming up tiny on {task.name} (once; kept in {path})', flush=True)
+    print(
+      f'Warming up {name} on {task.name} (once; kept in {path})', flush=True
+    )
     tokenizer = CharTokenizer('\n' + string.printable[:95])
-    params = _teach(task, tokenizer)
+    params = _teach(task, tokenizer, config)
     pretrained.save_huggingface(
-      path, CONFIG, params, tokenizer, dtype=jnp.float32
+      path, config, params, tokenizer, dtype=jnp.float32
     )
   return path
 
 
-def _teach(task: Task, tokenizer: CharTokenizer) -> dict:
+def _teach(task: Task, tokenizer: CharTokenizer, config: ModelConfig) -> dict:
   examples = [
     (tokenizer.encode(q.prompt), tokenizer.encode(q.answer + '\n'))
     for q in task.train
@@ -77,7 +94,7 @@ def _teach(task: Task, tokenizer: CharTokenizer) -> dict:
     tokens[i, : len(prompt) + len(answer)] = prompt + answer
     taught[i, len(prompt) : len(prompt) + len(answer)] = True
 
-  model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+  model = Decoder(config, rngs=nnx.Rngs(0))
   graphdef, params = nnx.split(model, nnx.Param)
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
@@ -86,7 +103,7 @@ def _teach(task: Task, tokenizer: CharTokenizer) -> dict:
   evaluator = Evaluator(
     graphdef,
     task,
-    Answers(tokenizer, CONFIG.vocab_size),
+    Answers(tokenizer, config.vocab_size),
     questions=_QUESTIONS,
     prompt_width=max(len(tokenizer.encode(q.prompt)) for q in task.evaluation),
     max_new_tokens=max(len(answer) for _, answer in examples) + 1,
@@ -118,8 +135,8 @@ def _teach(task: Task, tokenizer: CharTokenizer) -> dict:
     if i % (_CHECK_EVERY // (4 if reached > TARGET / 3 else 1)) == 0:
       reached = evaluator(params).mean
       if reached >= TARGET:
-        print(f'tiny: expected reward {reached:.3f} after {i} steps')
+        print(f'expected reward {reached:.3f} after {i} steps')
         return nnx.to_pure_dict(params)
   raise ConfigError(
-    f'tiny reached {reached:.3f} of {TARGET} on {task.name} in {i} steps'
+    f'the model reached {reached:.3f} of {TARGET} on {task.name} in {i} steps'
   )

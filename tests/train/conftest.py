@@ -260,13 +260,15 @@ class Even(tasks.Task):
     return float(terminated and completion[-1:] in tuple('02468'))
 
 
+LOAD_TASK = tasks.load_task
+
+
 def few_questions(kind=Even, train_size=101):
   """A stand-in for `tasks.load_task` that makes a task of another kind."""
-  load = tasks.load_task
 
   @functools.cache
   def made():
-    task = load('addition', train_size=train_size, evaluation_size=53)
+    task = LOAD_TASK('addition', train_size=train_size, evaluation_size=53)
     return kind(task.name, task.train, task.evaluation, task.best_constant)
 
   return lambda name, **sizes: made()
@@ -355,3 +357,9 @@ def runner(tmp_path_factory, compiled_folder, quick_compile, compile_once):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(tasks, 'load_task', few_questions())
     yield Runner(tmp_path_factory.mktemp('runs'), compiled_folder)
+
+
+@pytest.fixture
+def more_questions(runner):
+  """A stand-in for `tasks.load_task` with one question more."""
+  return few_questions(train_size=102)

@@ -1,4 +1,4 @@
-import numpy as np
+import jax
 from flax import nnx
 
 from train import pretrained, tasks, warmup
@@ -25,8 +25,9 @@ def test_tiny_is_taught_once_and_then_read_from_the_cache(
   assert path == warmup.tiny(task)
   assert path.is_relative_to(tmp_path)
   assert taught == ['addition']
-  policy = load_policy('tiny', task, np.float32)
+  policy = load_policy('tiny', task)
   assert policy.config == warmup.CONFIG
+  assert {x.dtype.name for x in jax.tree.leaves(policy.params)} == {'float32'}
   assert taught == ['addition']
   # Other questions are another model.
   more = tasks.load_task('addition', train_size=101, evaluation_size=20)
