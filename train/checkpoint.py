@@ -26,6 +26,7 @@ IDENTITY = (
   'max_new_tokens',
   'temperature',
   'compute_dtype',
+  'remat',
   'seed',
   'eval_questions',
 )
@@ -71,7 +72,7 @@ class Checkpoints:
       manager.save(
         step,
         args=ocp.args.Composite(
-          state=ocp.args.StandardSave(_named(state)),
+          state=ocp.args.PyTreeSave(_named(state)),
           identity=ocp.args.JsonSave(identity),
         ),
       )
@@ -126,12 +127,14 @@ class Checkpoints:
         + '; '.join(differing)
       )
     named = _named(state)
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named)
     try:
       restored = self._manager().restore(
         step,
         args=ocp.args.Composite(
-          state=ocp.args.StandardRestore(
-            jax.tree.map(ocp.utils.to_shape_dtype_struct, named)
+          state=ocp.args.PyTreeRestore(
+            abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
           )
         ),
       )['state']
@@ -147,6 +150,16 @@ class Checkpoints:
         options=ocp.CheckpointManagerOptions(
           max_to_keep=self._keep, enable_async_checkpointing=False
         ),
+        # Weights hardly compress, and a copy of all of them at once would be
+        # the peak of a run's memory.
+        item_handlers={
+          'state': ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=1,
+            save_device_host_concurrent_gb=1,
+            use_compression=False,
+          ),
+          'identity': ocp.JsonCheckpointHandler(),
+        },
       )
     return self._opened
 

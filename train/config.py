@@ -63,6 +63,8 @@ class Config:
   keeps no reference."""
   kl_penalty: float = 0.0
   """Weight of the KL divergence in the loss; needs --kl-every 1."""
+  remat: bool = True
+  """Recompute layers in the backward pass: less memory, more time."""
   checkpoint_every: int = 0
   """Steps between checkpoints; 0: at the end and when told to stop (SIGTERM,
   SIGINT)."""

@@ -30,7 +30,7 @@ import rich.progress  # noqa: E402
 import tyro  # noqa: E402
 
 import sr_optax  # noqa: E402
-from train import claims, loop, policy, report, tasks, warmup  # noqa: E402
+from train import claims, curves, loop, policy, report, tasks, warmup  # noqa: E402
 from train.config import Config, ConfigError  # noqa: E402
 from train.pretrained import PretrainedError  # noqa: E402
 from train.run_folder import read_config, read_metrics  # noqa: E402
@@ -39,8 +39,8 @@ SETS = ('small', 'real', 'quick')
 CORE = ('fp16', 'bf16', 'bf16-sr', 'bf16-sr-sticky')
 FIRST_PILOT = 1000  # seeds from here on set targets and are judged nowhere
 # RN shall move this share of the weights in one steady step from their grid.
-# On that grid the share grows in jumps, with the exponents of the weights; the
-# rate at the jump to 2 % is the middle of 0.5-3 % in steps to half.
+# It grows in jumps, with the exponents of the weights: 2 % is the last jump
+# within 0.5-3 %, and leaves BF16 a chance to move at all in a short run.
 MOVED = 0.02
 # (d): rewards, and with them gradients, as small as in a batch of a million
 # tokens, where float16 underflows. Adam itself does not see the scale.
@@ -112,7 +112,9 @@ class Setting:
       for multiple in multiples:
         for arm in arms:
           words = [Path(base.model).name, base.task, arm, f'x{multiple:.3g}']
-          words += [variant.replace(', ', '-').replace(' ', '-')] * bool(variant)
+          words += [variant.replace(', ', '-').replace(' ', '-')] * bool(
+            variant
+          )
           name = '-'.join([*words, f's{seed}'])
           config = dataclasses.replace(
             base,
@@ -160,7 +162,7 @@ def _small(folder: Path, model: str, task: str, steps: int = 64) -> Setting:
     group=8,
     max_new_tokens=5,
     lr=rate,
-    eval_every=4,
+    eval_every=2,
     eval_questions=96,
     eval_samples=8,
     compute_dtype='float32',
@@ -190,16 +192,22 @@ def plan_small(folder: Path) -> list[Planned]:
 
 
 def _scaling(setting: Setting, seeds: Sequence[int]) -> list[Planned]:
-  """(d): gradients in float16, with and without the scaler."""
-  changes = dict(compute_dtype='float16', reward_scale=SMALL_REWARD)
-  scaled = setting.runs(['fp16'], seeds, variant=claims.SCALED, **changes)
-  return scaled + setting.runs(
-    ['fp16', 'bf16-sr'],
-    seeds,
-    variant=claims.UNSCALED,
-    loss_scaler='off',
-    **changes,
-  )
+  """(d): small gradients in 16 bits, with and without the scaler."""
+  planned = []
+  for arm, variant, dtype, scaler in (
+    ('fp16', claims.SCALED, 'float16', 'auto'),
+    ('fp16', claims.UNSCALED, 'float16', 'off'),
+    ('bf16-sr', claims.BFLOAT16, 'bfloat16', 'off'),
+  ):
+    planned += setting.runs(
+      [arm],
+      seeds,
+      variant=variant,
+      compute_dtype=dtype,
+      loss_scaler=scaler,
+      reward_scale=SMALL_REWARD,
+    )
+  return planned
 
 
 def plan_quick(folder: Path) -> list[Planned]:
@@ -379,7 +387,8 @@ def collect(planned: Sequence[Planned], folder: Path, name: str) -> dict:
   seconds = 0.0
   for run, config in zip(done, configs, strict=True):
     values = {key: config[key] for key in shared} | {
-      'lr': float(f'{config["lr"] / run.multiple:.3g}')
+      'model': Path(config['model']).name,
+      'lr': float(f'{config["lr"] / run.multiple:.3g}'),
     }
     settings.setdefault((values['model'], values['task']), values)
     summary = run.config.out / 'summary.json'
@@ -397,13 +406,13 @@ def collect(planned: Sequence[Planned], folder: Path, name: str) -> dict:
   }
 
 
-def read_run(run: Planned) -> claims.Run:
+def read_run(run: Planned) -> curves.Run:
   """A finished run as the claims see it."""
   out, config = run.config.out, run.config
   before = json.loads((out / 'evaluation_before.json').read_text())
   records = read_metrics(out)
   start = dict(step=0, reward=np.mean(before), kl=0.0)
-  rows, since = [dict.fromkeys(claims.SERIES, math.nan) | start], 0
+  rows, since = [dict.fromkeys(curves.SERIES, math.nan) | start], 0
   for i, record in enumerate(records):
     if 'eval_reward' not in record:
       continue
@@ -425,7 +434,7 @@ def read_run(run: Planned) -> claims.Run:
     rows.append({k: math.nan if v is None else v for k, v in row.items()})
     since = i + 1
   failed = out / 'failed.json'
-  return claims.Run(
+  return curves.Run(
     model=Path(config.model).name,
     task=config.task,
     arm=config.arm,
@@ -439,7 +448,7 @@ def read_run(run: Planned) -> claims.Run:
     failed=json.loads(failed.read_text())['error'] if failed.exists() else None,
     curves={
       name: np.array([row[name] for row in rows], float)
-      for name in claims.SERIES
+      for name in curves.SERIES
     },
   )
 

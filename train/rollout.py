@@ -50,7 +50,7 @@ def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> Prompts:
 
 
 def prefill(
-  model: Decoder, prompts: Prompts, *, compute_dtype
+  model: Decoder, prompts: Prompts, *, compute_dtype, remat: bool = False
 ) -> tuple[jax.Array, KeyValues]:
   """Runs the prompts once.
 
@@ -61,7 +61,11 @@ def prefill(
   batch, time = prompts.tokens.shape
   positions = jnp.broadcast_to(jnp.arange(time)[None], (batch, time))
   hidden, key_values = model(
-    prompts.tokens, positions, prompts.valid, compute_dtype=compute_dtype
+    prompts.tokens,
+    positions,
+    prompts.valid,
+    compute_dtype=compute_dtype,
+    remat=remat,
   )
   last = (prompts.lengths - 1)[:, None, None]
   return jnp.take_along_axis(hidden, last, axis=1)[:, 0], key_values

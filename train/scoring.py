@@ -22,7 +22,12 @@ class TokenScores(NamedTuple):
 
 
 def completion_hidden(
-  model: Decoder, prompts: Prompts, tokens: jax.Array, *, compute_dtype
+  model: Decoder,
+  prompts: Prompts,
+  tokens: jax.Array,
+  *,
+  compute_dtype,
+  remat: bool = False,
 ) -> jax.Array:
   """Hidden states that predict each completion token, teacher-forced.
 
@@ -33,12 +38,15 @@ def completion_hidden(
     prompts: P prompts.
     tokens: int32 `[B, T]`, completions, prompt-major.
     compute_dtype: of the forward.
+    remat: recompute whole layers in the backward pass.
 
   Returns:
     `[B, T, D]`: position t predicts `tokens[:, t]`.
   """
   group = tokens.shape[0] // prompts.tokens.shape[0]
-  last, prefix = prefill(model, prompts, compute_dtype=compute_dtype)
+  last, prefix = prefill(
+    model, prompts, compute_dtype=compute_dtype, remat=remat
+  )
   first = jnp.repeat(last, group, axis=0)[:, None]  # [B, 1, D]
   inputs = tokens[:, :-1]
   offset = jnp.repeat(prompts.lengths, group)[:, None]
@@ -49,6 +57,7 @@ def completion_hidden(
     prefix=prefix,
     prefix_valid=prompts.valid,
     compute_dtype=compute_dtype,
+    remat=remat,
   )
   return jnp.concatenate([first, hidden], axis=1)
 

@@ -47,6 +47,7 @@ def train_step(
   temperature: float,
   compute_dtype,
   kl_penalty: float = 0.0,
+  remat: bool = False,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """Builds the jitted step `(state, batch, reference) -> (state, metrics)`.
 
@@ -79,13 +80,18 @@ def train_step(
     kl_penalty: weight in the loss of the exact divergence, summed over tokens
       and divided like the policy's loss. Its gradient treats the sampled
       states as given.
+    remat: recompute whole layers in the backward pass.
   """
 
   def loss(params, batch, reference, scale):
     model = nnx.merge(graphdef, params)
     completions = batch.completions
     hidden = completion_hidden(
-      model, batch.prompts, completions.tokens, compute_dtype=compute_dtype
+      model,
+      batch.prompts,
+      completions.tokens,
+      compute_dtype=compute_dtype,
+      remat=remat,
     )
     if reference is not None:
       other = nnx.merge(graphdef, cast(reference.params, compute_dtype))

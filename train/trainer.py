@@ -120,6 +120,7 @@ class Trainer:
       temperature=config.temperature,
       compute_dtype=compute_dtype,
       kl_penalty=config.kl_penalty,
+      remat=config.remat,
     )
 
   def step(self, step: int) -> dict[str, Any]:

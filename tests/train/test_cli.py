@@ -10,6 +10,7 @@ import pytest
 
 from train import __main__
 from train.arms import ARMS
+from train.policy import NAMES
 from train.tasks import TASKS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def refused(run, message, *flags):
     (['--arm=fp8'], f"unknown arm 'fp8'; there are: {', '.join(ARMS)}"),
     (
       ['--model=gpt2'],
-      "unknown model 'gpt2'; there are: smollm2, tiny, or the path of a "
+      f"unknown model 'gpt2'; there are: {', '.join(NAMES)}, or the path of a "
       'Hugging Face directory',
     ),
     (['--compute-dtype=int8'], 'there are: auto, float32, bfloat16'),
@@ -72,6 +73,11 @@ def refused(run, message, *flags):
     (['--steps=0'], 'steps: expected >= 1, got 0'),
     (['--prompts=-3'], 'prompts: expected >= 1, got -3'),
     (['--seed=-1'], 'seed: expected >= 0, got -1'),
+    (['--kl-penalty=-1'], 'kl_penalty: expected >= 0, got -1'),
+    (['--kl-penalty=1', '--kl-every=2'], 'kl_penalty needs kl_every=1'),
+    (['--eval-samples=12'], 'expected a multiple of group, 8'),
+    (['--checkpoint-every=-2'], 'checkpoint_every: expected >= 0, got -2'),
+    (['--keep=0'], 'keep: expected >= 1, got 0'),
     (['--steps=many'], "invalid literal for int() with base 10: 'many'"),
     (['--batch=4'], 'Unrecognized options: --batch'),
   ],

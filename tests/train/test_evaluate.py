@@ -9,10 +9,17 @@ from flax import nnx
 
 from train import evaluate, tasks
 from train.answers import Answers
-from train.config import ConfigError
-from train.evaluate import Evaluation, Evaluator
+from train.config import Config, ConfigError
+from train.evaluate import (
+  Evaluation,
+  Evaluator,
+  pass_at_k,
+  sampled_evaluation,
+)
+from train.policy import Policy
 from train.rollout import generate, pad_prompts
 from train.tasks import Question, Task
+from train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures('quick_compile')
 
@@ -172,3 +179,132 @@ def test_an_answer_that_no_completion_can_hold_is_an_error(policy, pieces):
   build(max_new_tokens=3)  # '12', '1' and a terminator
   with pytest.raises(ConfigError, match="'12=' fits into 1 new tokens"):
     build(max_new_tokens=1)
+
+
+def test_pass_at_k_equals_the_share_of_subsets_with_a_right_one():
+  samples = 7
+  for k in range(1, samples + 1):
+    got = pass_at_k(np.arange(samples + 1), samples, k)
+    for correct in range(samples + 1):
+      right = np.arange(samples) < correct
+      subsets = itertools.combinations(right, k)
+      want = np.mean([any(subset) for subset in subsets])
+      np.testing.assert_allclose(got[correct], want, rtol=1e-15)
+  # Not the biased 1 - (1 - c / n)^k.
+  assert pass_at_k(np.array([2]), 4, 2)[0] == 5 / 6
+
+
+def test_sampled_rewards_are_summarised_by_question():
+  rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0.5]], np.float32)
+  got = sampled_evaluation(rewards, np.array([1, 0, 1], np.float32))
+  want = {
+    'eval_sampled': [0.5, 0, 0.875],
+    'eval_greedy': [1, 0, 1],
+    'eval_pass_at_2': [5 / 6, 0, 1],  # half a reward is no pass
+    'eval_pass_at_4': [1, 0, 1],
+  }
+  assert got.keys() == want.keys() | {f'{k}_standard_error' for k in want}
+  for name, x in want.items():
+    error = np.std(x, ddof=1) / np.sqrt(3)
+    np.testing.assert_allclose(
+      [got[name], got[f'{name}_standard_error']], [np.mean(x), error]
+    )
+
+
+GROUP, ROUNDS = 160, 2
+
+
+@pytest.fixture(scope='module')
+def trainer(policy, pieces):
+  """Asks 7 questions in batches of 5, and notes what is sampled."""
+
+  class Spying(Trainer):
+    def _sample(self, questions, prompts, key, temperature):
+      sample = super()._sample(questions, prompts, key, temperature)
+      self.sampled.append((temperature, prompts, *sample[:2]))
+      return sample
+
+  config = Config(
+    model='pieces',
+    arm='fp32',
+    prompts=5,
+    group=GROUP,
+    max_new_tokens=LONGEST,
+    temperature=TEMPERATURE,
+    eval_questions=len(QUESTIONS),
+    eval_samples=GROUP * ROUNDS,
+  )
+  given = Policy(policy.config, policy.graphdef, policy.params, pieces)
+  trainer = Spying(config, make_task(QUESTIONS), given, jnp.dtype('float32'))
+  trainer.sampled = []
+  return trainer
+
+
+@pytest.fixture(scope='module')
+def sampled(trainer, make_small, policy):
+  other = make_small(vocab_size=policy.config.vocab_size, seed=4)
+  trainer._reference = other.cast(jnp.bfloat16)
+  return trainer.evaluate_sampled(), other
+
+
+def test_the_sampled_reward_is_that_expected(sampled, evaluation):
+  p, samples = evaluation.expected, GROUP * ROUNDS
+  sigma = np.sqrt(np.sum(p * (1 - p)) / samples) / len(p)
+  assert abs(sampled[0]['eval_sampled'] - p.mean()) < 4 * sigma
+  # pass@k is a mean of 1 - (1 - p)^k over the questions, and rises with k.
+  for k in (2, 4, 256):
+    q = 1 - (1 - p) ** k
+    sigma = np.sqrt(np.sum(q * (1 - q)) / (samples / k)) / len(p)
+    got = sampled[0][f'eval_pass_at_{k}']
+    assert abs(got - q.mean()) < 4 * sigma, k
+  assert p.mean() > 4 * np.sqrt(np.sum(p * (1 - p)) / samples) / len(p)
+
+
+def test_the_greedy_completion_takes_the_likeliest_token(
+  sampled, trainer, policy
+):
+  greedy = [x for x in trainer.sampled if x[0] == 0]
+  assert len(greedy) == 2
+  rewards = []
+  for (_, prompts, completions, reward), count in zip(
+    greedy, (5, 2), strict=True
+  ):
+    log_p = policy.numpy_log_p(prompts, completions.tokens[::GROUP])
+    likeliest = log_p.argmax(axis=-1)
+    mask = completions.mask[::GROUP]
+    np.testing.assert_array_equal(
+      completions.tokens[::GROUP][mask], likeliest[mask]
+    )
+    rewards += reward[: count * GROUP : GROUP].tolist()
+  assert sampled[0]['eval_greedy'] == np.mean(np.float32(rewards))
+  assert 0 < np.mean(rewards) < 1
+
+
+def test_the_divergence_is_that_of_the_questions_asked(
+  sampled, trainer, policy
+):
+  got, other = sampled
+  total = 0.0
+  rounds = [x for x in trainer.sampled if x[0] > 0]
+  assert len(rounds) == 2 * ROUNDS
+  for i, (_, prompts, completions, _) in enumerate(rounds):
+    rows = (5 if i < ROUNDS else 2) * GROUP  # the rest fills up the batch
+    log_p, log_q = (
+      small.numpy_log_p(prompts, completions.tokens, TEMPERATURE)
+      for small in (policy, other)
+    )
+    kl = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
+    total += np.sum(kl[:rows], where=completions.mask[:rows])
+  want = total / (len(QUESTIONS) * GROUP * ROUNDS)
+  # Some 40 roundings of logits of 16 units, over the temperature, a token.
+  atol = LONGEST * 40 * 16 * 2.0**-24 / TEMPERATURE
+  np.testing.assert_allclose(got['eval_kl_exact'], want, rtol=0, atol=atol)
+  assert want > 0.1
+
+
+def test_sampling_decoding_and_both_policies_share_their_programs(
+  sampled, trainer
+):
+  del sampled  # has run
+  assert trainer._rollout._cache_size() == 1
+  assert trainer._held_out_kl._cache_size() == 1

@@ -135,6 +135,26 @@ def test_with_the_group_mean_as_baseline_it_shrinks_by_one_over_the_group():
   )
 
 
+def test_k1_and_k2_at_known_ratios():
+  # q / p    1/4     1    2       e^3
+  # k1       ln(4)   0    -ln(2)  -3
+  # k2       half its square
+  d = np.log([0.25, 1, 2, np.e**3])
+  logprobs = float32([-1, -2, -3, -4])
+  reference = logprobs + float32(d)
+  k1 = jax.jit(losses.kl_k1)(logprobs, reference)
+  k2 = jax.jit(losses.kl_k2)(logprobs, reference)
+  # d is rounded at a size of at most 4; the slope of k2 is at most 3.
+  np.testing.assert_allclose(k1, -d, rtol=0, atol=2 * 4 * EPS)
+  np.testing.assert_allclose(k2, d**2 / 2, rtol=4 * EPS, atol=2 * 12 * EPS)
+  assert k1[1] == k2[1] == 0
+  # The mean of k1 over the policy is the divergence, of k2 it is not.
+  log_p, log_q = (log_softmax(numbers(VOCAB, seed=s)) for s in (3, 4))
+  want = np.exp(log_p) @ (log_p - log_q)
+  k1 = losses.kl_k1(float32(log_p), float32(log_q))
+  np.testing.assert_allclose(np.exp(log_p) @ k1, want, rtol=0, atol=40 * EPS)
+
+
 def test_k3_at_known_ratios():
   # q / p    1/4           1    2              e^2
   # k3       1/4-1+ln(4)   0    2-1-ln(2)      e^2-1-2
@@ -187,13 +207,14 @@ def test_the_exact_divergence_has_the_right_gradient():
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-def test_both_divergences_of_equal_logits_are_exactly_0(dtype):
+def test_all_divergences_of_equal_logits_are_exactly_0(dtype):
   @jax.jit
   def divergences(logits, other):
     log_p, log_q = (
       jax.nn.log_softmax(x.astype(jnp.float32)) for x in (logits, other)
     )
-    return losses.kl_exact(log_p, log_q), losses.kl_k3(log_p, log_q)
+    estimators = losses.kl_exact, losses.kl_k1, losses.kl_k2, losses.kl_k3
+    return [estimator(log_p, log_q) for estimator in estimators]
 
   logits = jnp.asarray(numbers(7, 4001, scale=5), dtype)
   for kl in divergences(logits, logits.copy()):

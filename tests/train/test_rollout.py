@@ -24,9 +24,7 @@ ATOL = 40 * 2.0**-21
 def sample(small):
   """Jitted `generate` of the small decoder, as NumPy arrays."""
 
-  @functools.partial(
-    jax.jit, static_argnames=('group', 'time', 'temperature', 'dtype')
-  )
+  @functools.partial(jax.jit, static_argnames=('group', 'time', 'dtype'))
   def run(params, prompts, key, ends, *, group, time, temperature, dtype):
     return generate(
       nnx.merge(small.graphdef, params),

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -242,21 +243,80 @@ def test_metrics_of_tokens_equal_those_by_hand(runs, small, other, batches):
   want = {
     'entropy': -np.sum(np.exp(log_p) * log_p, axis=-1)[mask].sum() / tokens,
     'kl_exact': np.sum(np.exp(log_p) * (log_p - log_q), -1)[mask].sum() / BATCH,
+    'kl_k1': (p - q)[mask].sum() / BATCH,
+    'kl_k2': ((p - q) ** 2 / 2)[mask].sum() / BATCH,
     'kl_k3': (np.exp(q - p) - 1 - (q - p))[mask].sum() / BATCH,
     'mismatch_k1': (sampled - p)[mask].sum() / tokens,
     'mismatch_k3': (np.exp(p - sampled) - 1 - (p - sampled))[mask].mean(),
+    'mismatch_probability': np.abs(np.exp(p) - np.exp(sampled))[mask].max(),
+    'phantom_clip_fraction': np.mean(
+      np.abs(np.exp(p - sampled) - 1)[mask] > 0.2
+    ),
   }
   # Log-probabilities are known to about 40 roundings of logits of 16 units,
   # which k3 multiplies by the largest ratio of the batch.
   atol = 40 * 16 * EPS / TEMPERATURE
-  ratio = np.exp(q - p)[mask].max()
+  ratio = np.maximum(np.exp(q - p), np.abs(p - q))[mask].max()
   for name, expected in want.items():
-    factor = ratio * TIME if name == 'kl_k3' else TIME
+    factor = ratio * TIME if name in ('kl_k2', 'kl_k3') else TIME
     np.testing.assert_allclose(
       metrics[name], expected, rtol=0, atol=atol * factor, err_msg=name
     )
     assert metrics[name].dtype == np.float32
   assert want['kl_exact'] > 0.1
+  # The noise of the sampler's log-probabilities, 0.1, goes beyond the clip's
+  # 0.2 for a few tokens.
+  assert 0 < want['phantom_clip_fraction'] < 0.2
+
+
+def test_the_penalty_adds_the_gradient_of_the_exact_divergence(
+  small, other, batches, reference
+):
+  weight, batch = 0.3, batches[1]
+  tx = optax.sgd(1.0)  # what a step subtracts is the gradient
+  step = train_step(
+    small.graphdef,
+    tx,
+    temperature=TEMPERATURE,
+    compute_dtype=jnp.float32,
+    kl_penalty=weight,
+  )
+  params = jax.tree.map(jnp.copy, small.params)
+  state, metrics = step(TrainState(params, tx.init(params)), batch, reference)
+
+  # Written out: no shared prompts, no chunks, the reference by itself.
+  full, slots = small.unshared(batch.prompts, batch.completions.tokens)
+  log_q = jax.nn.log_softmax(
+    small.logits(other.params, full, slots) / TEMPERATURE
+  )
+  mask = batch.completions.mask
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(params):
+    log_p = jax.nn.log_softmax(small.logits(params, full, slots) / TEMPERATURE)
+    logprobs = jnp.take_along_axis(
+      log_p, batch.completions.tokens[..., None], axis=-1
+    )[..., 0]
+    policy = -batch.advantages[:, None] * jnp.exp(
+      logprobs - jax.lax.stop_gradient(logprobs)
+    )
+    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    return jnp.sum((policy + weight * kl) * mask) / mask.size
+
+  value, want = loss(small.params)
+  np.testing.assert_allclose(metrics['loss'], value, rtol=85 * EPS)
+  np.testing.assert_allclose(
+    metrics['grad_norm'], optax.tree.norm(want), rtol=85 * EPS
+  )
+  got, want = leaves(state.params), leaves(want)
+  for path, before in leaves(small.params).items():
+    size = np.abs(want[path]).max()
+    # As the other gradients, and the rounding of the weights after the step.
+    error = 85 * EPS * size + EPS * (np.abs(before) + size)
+    assert np.all(np.abs(before - got[path] - want[path]) <= error), path
+  # Most of it is the penalty's.
+  assert weight * metrics['kl_exact'] / TIME > abs(metrics['loss']) / 2
 
 
 def test_the_same_seed_gives_the_same_steps_bit_for_bit(runs, train):
