@@ -447,8 +447,8 @@ def _hints(results: dict[str, Any]) -> list[str]:
       lines.append(f'- {where}: weights changed a step: {", ".join(shares)}.')
     noise = []
     for arm in _ARMS:
-      curves = [run.curves['kl_step'] for run in group.get(arm).values()]
-      known = [np.nanmedian(x) for x in curves if not np.isnan(x).all()]
+      series = [run.curves['kl_step'] for run in group.get(arm).values()]
+      known = [np.nanmedian(x) for x in series if not np.isnan(x).all()]
       if known:
         noise.append(f'{arm} {np.median(known):.2g}')
     if noise:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 # As in `train.__main__`: on a GPU, bits repeat with deterministic kernels only.
-os.environ['XLA_FLAGS'] = (
-  os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_deterministic_ops=true'
-)
+_FLAG = ' --xla_gpu_deterministic_ops=true'
+if _FLAG not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + _FLAG
 
 import jax  # noqa: E402 - it reads XLA_FLAGS when it is imported
 import numpy as np  # noqa: E402

@@ -184,7 +184,7 @@ def small(make_small):
 TEMPERATURE = 0.7  # of `unshared_loss`
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def unshared_loss(small):
   """Loss and gradient of the small decoder where nothing is shared.
 
@@ -274,6 +274,9 @@ def few_questions(kind=Even, train_size=101):
   return lambda name, **sizes: made()
 
 
+DETERMINISTIC = ' --xla_gpu_deterministic_ops=true'
+
+
 class Runner:
   """Whole runs on `Even`, in this process or in one to be killed."""
 
@@ -291,7 +294,10 @@ class Runner:
 
   def __init__(self, folder, compiled):
     self.model = save_model(folder / 'model', layers=1)
+    # The flag that the command has added for this process, and adds again.
+    flags = os.environ['XLA_FLAGS'].removesuffix(DETERMINISTIC)
     self._environment = os.environ | {
+      'XLA_FLAGS': flags,
       'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'tests/train')]),
       'JAX_PLATFORMS': 'cpu',
       'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',

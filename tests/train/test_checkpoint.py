@@ -7,7 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train import __main__
+from train import __main__, loss_scale
 from train.checkpoint import IDENTITY, CheckpointError, Checkpoints
 
 pytestmark = pytest.mark.filterwarnings(  # of coroutines that Orbax drops
@@ -27,7 +27,7 @@ def state(seed=0, size=1009):
       jnp.uint32([seed, 2**32 - 1]),
       jnp.int32(seed),
     ),
-    'scaler': None,
+    'scaler': loss_scale.init(2.0**seed),
   }
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path_factory, name):
 def test_weights_of_another_shape_or_name_are_refused(tmp_path):
   checkpoints = Checkpoints(tmp_path, keep=1)
   checkpoints.save(1, state(), OURS)
-  more = state() | {'scaler': jnp.float32(1)}
+  more = state() | {'more': jnp.float32(1)}
   for other in (state(size=1013), more):
     with pytest.raises(CheckpointError, match='step 1 in .* cannot be read'):
       checkpoints.restore(other, OURS)

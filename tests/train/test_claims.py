@@ -34,7 +34,7 @@ def make(
   moved = np.maximum(STEPS - lag, 0.0)
   flat = np.full(STEPS.size, np.nan)
   known = np.r_[np.nan, np.ones(STEPS.size - 1)]
-  curves = dict.fromkeys(curves.SERIES, flat) | {
+  known_curves = dict.fromkeys(curves.SERIES, flat) | {
     'step': STEPS,
     'reward': 0.3 + 0.001 * rate * moved,
     'kl': 0.01 * kl * STEPS,
@@ -53,7 +53,7 @@ def make(
     length=N,
     skipped=None,
     failed=failed,
-    curves=curves,
+    curves=known_curves,
   )
 
 

@@ -52,7 +52,7 @@ def setting(make_folder, tmp_path, monkeypatch):
   parts = task.name, task.train, task.evaluation, task.best_constant
   monkeypatch.setattr(tasks, 'load_task', lambda name, **_: Even(*parts))
   base = Config(
-    model=str(make_folder()),
+    model=str(make_folder(layers=1)),
     task='addition',
     steps=4,
     prompts=5,

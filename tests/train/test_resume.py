@@ -60,7 +60,7 @@ def assert_same_run(runner, got, want):
   [
     'bf16-sr',
     pytest.param('bf16-sr-sticky', marks=pytest.mark.slow),
-    'fp16',
+    pytest.param('fp16', marks=pytest.mark.slow),
   ],
 )
 def test_7_steps_and_13_more_are_20_steps_bit_for_bit(

@@ -34,9 +34,14 @@ def bits(x):
 
 
 @pytest.fixture(scope='module')
+def small(make_small):
+  return make_small(layers=1)
+
+
+@pytest.fixture(scope='module')
 def other(make_small):
   """The reference policy."""
-  return make_small(seed=9)
+  return make_small(layers=1, seed=9)
 
 
 @pytest.fixture(scope='module')

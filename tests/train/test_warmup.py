@@ -12,11 +12,11 @@ def test_tiny_is_taught_once_and_then_read_from_the_cache(
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   taught = []
 
-  def teach(task, tokenizer):
+  def teach(task, tokenizer, config):
     taught.append(task.name)
     texts = [q.prompt + q.answer for q in task.train[:7]]
     assert [tokenizer.decode(tokenizer.encode(t)) for t in texts] == texts
-    small = make_small(**vars(warmup.CONFIG))
+    small = make_small(**vars(config))
     return nnx.to_pure_dict(small.params)
 
   monkeypatch.setattr(warmup, '_teach', teach)
