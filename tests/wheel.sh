@@ -13,7 +13,7 @@ trap 'rm -rf "$work"' EXIT
   { cat "$work/build.log"; exit 1; }
 "$test_python" -m venv "$work/venv"
 python="$work/venv/bin/python"
-"$python" -m pip install --quiet "$work"/*.whl 'pytest>=8.3'
+"$python" -m pip install --quiet "$work"/*.whl 'pytest>=8.3' 'pytest-xdist>=3.6'
 cp -r "$root/tests/sr_optax" "$work/tests"
 cd "$work"
 "$python" -c 'import sr_optax, sys, jax; print(f"wheel under Python {sys.version.split()[0]}, jax {jax.__version__}")'
@@ -22,4 +22,5 @@ if "$python" -c 'import train' 2>/dev/null; then
   exit 1
 fi
 "$python" -m pytest tests -q -p no:cacheprovider --import-mode=importlib \
-  -c /dev/null --rootdir "$work" -m 'not slow and not gpu'
+  -c /dev/null --rootdir "$work" -n auto --dist loadfile \
+  -m 'not slow and not gpu'
