@@ -16,6 +16,7 @@ IDENTITY = (
   'task',
   'task_fingerprint',
   'parameters',
+  'weights_fingerprint',
   'arm',
   'lr',
   'loss_scaler',

@@ -61,6 +61,7 @@ def run(config: Config) -> dict[str, Any]:
     'best_constant_share': task.best_constant[1],
     'parameters': sum(x.size for x in jax.tree.leaves(policy.params)),
     'task_fingerprint': task.fingerprint(),
+    'weights_fingerprint': policy.fingerprint(),
   }
   policy = policy._replace(params=None)  # frees the FP32 copy
   identity = {

@@ -1,10 +1,12 @@
 """Policies by name: where their weights come from, and their starting grid."""
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from train import pretrained
@@ -23,6 +25,13 @@ class Policy(NamedTuple):
   graphdef: nnx.GraphDef
   params: nnx.State | None  # float32, every value on the BF16 grid
   tokenizer: Tokenizer
+
+  def fingerprint(self) -> str:
+    """SHA-256 of the weights, as BF16: what a resumed run must start from."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(self.params):
+      digest.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
+    return digest.hexdigest()
 
 
 def load_policy(model: str, task: Task) -> Policy:
