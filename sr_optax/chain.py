@@ -27,6 +27,7 @@ class Chain:
     """Runs the inner chain on FP32 gradients and shadow, then the link."""
     *inner_state, link_state = state
     shadow = self.link.current(link_state, params)
+    link_lib.match_updates(paths.flatten(updates)[0], shadow)
     fp32_params = paths.replace(params, dict(shadow))
     updates, inner_state = self.inner.update(
       jax.tree.map(_widen, updates), tuple(inner_state), fp32_params, **extra
@@ -77,6 +78,11 @@ def chain(
       'chain: the last transform must be stochastic_rounding(...) or '
       f'nearest_rounding(...), got {type(last).__name__}'
     )
+  for part in transforms:
+    if not (hasattr(part, 'init') and hasattr(part, 'update')):
+      raise TypeError(
+        f'chain: expected optax transforms, got {type(part).__name__}'
+      )
   if len(transforms) == 1:  # `optax.chain` needs one; this has an empty state
     inner = optax.with_extra_args_support(optax.identity())
   else:

@@ -85,6 +85,13 @@ class Link:
         'expected params: the link rounds the weights themselves; call '
         'update(updates, state, params)'
       )
+    kind = StochasticRoundingState
+    if self.words is None:
+      kind = NearestRoundingState
+    if not isinstance(state, kind):
+      raise TypeError(
+        f'state: expected {kind.__name__}, got {type(state).__name__}'
+      )
     named, _ = paths.flatten(params)
     if self.shadow is not None:
       weights = [(path, p) for path, p in named if self.rounds(p)]
@@ -95,7 +102,7 @@ class Link:
     """As `update`, with the shadow from `current` already at hand."""
     named_params, _ = paths.flatten(params)
     named_updates, treedef = paths.flatten(updates)
-    steps = match(named_updates, named_params, 'updates', 'params')
+    steps = match_updates(named_updates, named_params)
     self._check(named_params)
     last_key = self._next_key(state, key)
     chosen = [path for path, p in named_params if self.rounds(p)]
@@ -108,10 +115,6 @@ class Link:
       if not self.rounds(p):
         emitted[path], store[path] = u, optax.MaskedNode()
         continue
-      if u.shape != p.shape:
-        raise ValueError(
-          f'update of {path!r}: expected shape {p.shape}, got {u.shape}'
-        )
       s = rounding.saturate(s + u.astype(jnp.float32), self.target)
       q = round_shadow(s, self.target, keys.get(path))
       emitted[path] = difference(q, p)
@@ -348,6 +351,17 @@ def match(named, reference, what: str, other: str) -> dict[str, jax.Array]:
       f'{other} lack {extra[:5]}'
     )
   return found
+
+
+def match_updates(named_updates, named_params) -> dict[str, jax.Array]:
+  """`match` of updates with parameters, their shapes too."""
+  steps = match(named_updates, named_params, 'updates', 'params')
+  for path, p in named_params:
+    if steps[path].shape != p.shape:
+      raise ValueError(
+        f'update of {path!r}: expected shape {p.shape}, got {steps[path].shape}'
+      )
+  return steps
 
 
 def to_float32(x: jax.Array) -> jax.Array:

@@ -1,5 +1,7 @@
 """Leaf paths: the names by which trees of different types are matched."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -13,12 +15,20 @@ def flatten(
   A path is the leaf's names joined by '/', from dict, attribute and sequence
   keys alike; a trailing attribute `value` or `raw_value` (an NNX variable) is
   dropped. A bare array has the empty path. Python scalars become arrays.
+
+  Raises:
+    ValueError: if two leaves have the same path and could not be told apart,
+      as in {'a/b': x, 'a': {'b': y}}.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  return [
+  named = [
     (name(path), leaf if hasattr(leaf, 'dtype') else jnp.asarray(leaf))
     for path, leaf in leaves
-  ], treedef
+  ]
+  counts = collections.Counter(path for path, _ in named)
+  if twice := [path for path, count in counts.items() if count > 1]:
+    raise ValueError(f'several leaves have the path {twice[0]!r}; rename one')
+  return named, treedef
 
 
 def name(path: tuple) -> str:

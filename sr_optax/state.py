@@ -105,9 +105,9 @@ def init_from_shadow(
   target = rounding.check_target(dtype)
   named, treedef = paths.flatten(shadow)
   weights = {
-    path: rounding.saturate(s, target)
+    path: rounding.saturate(link_lib.to_float32(s), target)
     for path, s in named
-    if s.dtype == jnp.float32
+    if s.dtype in (jnp.float32, target)
   }
 
   def visible(keys: dict):

@@ -18,8 +18,8 @@ class Config:
   """Post-trains a policy with verifiable rewards."""
 
   model: str = 'smollm2'
-  """smollm2, tiny (a small character model, warmed up first), or the path of a
-  Hugging Face directory."""
+  """smollm2; tiny or tiny-wide (small character models, warmed up first); or
+  the path of a Hugging Face directory."""
   task: str = 'arithmetic'
   """One of: arithmetic, gcd, products, basic_arithmetic, simple_equations,
   chain_sum, addition."""

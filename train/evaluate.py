@@ -21,6 +21,8 @@ class Evaluation(NamedTuple):
   """The probability of each question's accepted answers."""
 
   expected: np.ndarray  # float64 [questions]
+  # int [questions], equal where a small stratum repeats a question
+  identity: np.ndarray | None = None
 
   @property
   def mean(self) -> float:
@@ -30,13 +32,26 @@ class Evaluation(NamedTuple):
   @property
   def standard_error(self) -> float:
     """Of the mean over questions."""
-    return float(self.expected.std(ddof=1) / np.sqrt(self.expected.size))
+    return self._error(self.expected)
 
   def gain_over(self, before: 'Evaluation') -> tuple[float, float]:
     """Mean difference and its standard error, paired by question."""
     gain = self.expected - before.expected
-    error = gain.std(ddof=1) / np.sqrt(gain.size)
-    return float(gain.mean()), float(error)
+    return float(gain.mean()), self._error(gain)
+
+  def _error(self, values: np.ndarray) -> float:
+    """Standard error of the mean over distinct questions, each with its weight.
+
+        sqrt(n / (n - 1) * sum_i w_i^2 (x_i - mean)^2)
+
+    over n distinct questions, w_i being the share of the rows that ask i.
+    """
+    rows = np.arange(values.size) if self.identity is None else self.identity
+    _, first, counts = np.unique(rows, return_index=True, return_counts=True)
+    weights = counts / values.size
+    deviation = weights * (values[first] - values.mean())
+    n = first.size
+    return float(np.sqrt(n / max(n - 1, 1) * np.sum(deviation**2)))
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -129,6 +144,8 @@ class Evaluator:
     width = 1 + max(len(e.tokens) for row in endings for e in row)
     tokenizer = answers.tokenizer
     self._asked = len(asked)
+    order = list(dict.fromkeys(asked))
+    self.identity = np.array([order.index(question) for question in asked])
     self._batches = []
     for start in range(0, len(asked), _PROMPTS):
       rows = range(start, start + _PROMPTS)
@@ -184,4 +201,4 @@ class Evaluator:
     """Evaluates a policy."""
     expected = [self._probabilities(params, *batch) for batch in self._batches]
     expected = np.concatenate(jax.device_get(expected)).astype(np.float64)
-    return Evaluation(expected[: self._asked])
+    return Evaluation(expected[: self._asked], self.identity)

@@ -167,7 +167,8 @@ def _evaluation_before(
   """The evaluation of the untrained policy; a resumed run reads it."""
   path = folder.path / 'evaluation_before.json'
   if first:
-    return Evaluation(np.array(json.loads(path.read_text())))
+    expected = np.array(json.loads(path.read_text()))
+    return Evaluation(expected, trainer.question_identity)
   before = trainer.evaluate()
   path.write_text(json.dumps(before.expected.tolist()) + '\n')
   return before

@@ -175,6 +175,11 @@ class Trainer:
       'tokens_per_second': tokens / (sampled_at - started),
     }
 
+  @property
+  def question_identity(self) -> np.ndarray:
+    """Which held-out questions are the same, see `Evaluation`."""
+    return self._evaluator.identity
+
   def evaluate(self) -> Evaluation:
     """Expected reward of the policy as it is now, on held-out questions."""
     return self._evaluator(self.state.params)

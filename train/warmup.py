@@ -67,7 +67,8 @@ def tiny(task: Task, name: str = 'tiny') -> Path:
     ConfigError: if the target is not reached.
   """
   config = CONFIGS[name]
-  recipe = [vars(config), task.fingerprint(), TARGET, _BATCH, _LEARNING_RATE]
+  judged = dataclasses.replace(task, evaluation=task.evaluation[:_QUESTIONS])
+  recipe = [vars(config), judged.fingerprint(), TARGET, _BATCH, _LEARNING_RATE]
   digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
   path = cache_folder() / f'{name}-{task.name}-{digest}'
   if not path.exists():

@@ -222,3 +222,38 @@ def test_errors_come_while_tracing_and_not_while_running():
   tx = sr()
   with says(ValueError, 'expected shape (3,)', 'got (5,)'):
     jax.eval_shape(tx.update, jnp.ones(5), tx.init(params), params)
+
+
+def test_two_leaves_with_one_path():
+  params = {'a/b': jnp.zeros(3, jnp.bfloat16)}
+  params['a'] = {'b': jnp.ones(3, jnp.bfloat16)}
+  with pytest.raises(ValueError, match="'a/b'"):
+    sr_optax.nearest_rounding().init(params)
+
+
+def test_a_gradient_that_would_broadcast_to_its_parameter():
+  params = {'w': jnp.ones(3, jnp.bfloat16)}
+  tx = sr_optax.chain(optax.adam(1e-3), sr_optax.nearest_rounding())
+  state = tx.init(params)
+  for shape in ((1,), (4,), ()):
+    with pytest.raises(ValueError, match=r"'w'.*\(3,\)"):
+      tx.update({'w': jnp.ones(shape)}, state, params)
+
+
+def test_a_state_of_another_transform():
+  params = {'w': jnp.ones(3, jnp.bfloat16)}
+  stochastic = sr_optax.stochastic_rounding(jax.random.key(0))
+  nearest = sr_optax.nearest_rounding()
+  updates = {'w': jnp.ones(3)}
+  for tx, state in (
+    (stochastic, nearest.init(params)),
+    (nearest, stochastic.init(params)),
+    (stochastic, optax.adam(1e-3).init(params)),
+  ):
+    with pytest.raises(TypeError, match='expected .*RoundingState'):
+      tx.update(updates, state, params)
+
+
+def test_a_link_of_a_chain_that_is_no_transform():
+  with pytest.raises(TypeError, match='NoneType'):
+    sr_optax.chain(None, sr_optax.nearest_rounding())

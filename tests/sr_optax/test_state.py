@@ -365,3 +365,15 @@ def test_shadow_params_of_a_run_without_a_shadow_are_the_weights():
   np.testing.assert_array_equal(
     shadow['layers'][0]['w'], np.asarray(params['layers'][0]['w'], np.float32)
   )
+
+
+def test_weights_that_are_rounded_already_are_their_own_shadow():
+  tx = sr_optax.chain(
+    optax.sgd(1e-2), sr_optax.stochastic_rounding(jax.random.key(0))
+  )
+  start = {'w': jnp.full(5, 1 + 2**-10), 'v': jnp.ones(3, jnp.bfloat16)}
+  params, state = sr_optax.init_from_shadow(tx, start)
+  assert params['w'].dtype == params['v'].dtype == jnp.bfloat16
+  shadow = sr_optax.shadow_params(state, params)
+  np.testing.assert_array_equal(shadow['w'], start['w'])
+  np.testing.assert_array_equal(shadow['v'], np.ones(3))

@@ -308,3 +308,16 @@ def test_sampling_decoding_and_both_policies_share_their_programs(
   del sampled  # has run
   assert trainer._rollout._cache_size() == 1
   assert trainer._held_out_kl._cache_size() == 1
+
+
+def test_a_repeated_question_counts_once_in_the_standard_error():
+  # Three distinct questions of .1, .5, .9 with weights 1/4, 1/2, 1/4: the mean
+  # is .5, and the error sqrt(3/2 * 2 * (.4 / 4)^2).
+  before = evaluate.Evaluation(np.zeros(4), np.array([0, 1, 1, 2]))
+  after = evaluate.Evaluation(
+    np.array([0.1, 0.5, 0.5, 0.9]), np.array([0, 1, 1, 2])
+  )
+  np.testing.assert_allclose(after.standard_error, 0.03**0.5, rtol=1e-12)
+  np.testing.assert_allclose(
+    after.gain_over(before), (0.5, 0.03**0.5), rtol=1e-12
+  )
