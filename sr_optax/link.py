@@ -108,7 +108,7 @@ class Link:
     chosen = [path for path, p in named_params if self.rounds(p)]
     keys = {}
     if last_key is not None:
-      keys = dict(zip(chosen, noise.leaf_words(last_key, chosen), strict=True))
+      keys = noise.leaf_keys(last_key, chosen)
     emitted, store = {}, {}
     for (path, p), (_, s) in zip(named_params, shadow, strict=True):
       u = steps[path]
@@ -291,8 +291,7 @@ def reconstruct(
   residuals = [path for path, lo in stored.items() if lo.dtype == jnp.uint16]
   keys = {}
   if residuals:
-    leaf_keys = noise.leaf_words(state.last_key, residuals)
-    keys = dict(zip(residuals, leaf_keys, strict=True))
+    keys = noise.leaf_keys(state.last_key, residuals)
   result = []
   for path, p in named:
     s = stored.get(path)

@@ -86,6 +86,11 @@ def path_hashes(paths: list[str]) -> np.ndarray:
   return np.frombuffer(b''.join(digests), '<u4').reshape(-1, 2)
 
 
+def leaf_keys(words: jax.Array, paths: list[str]) -> dict[str, jax.Array]:
+  """`leaf_words` by path."""
+  return dict(zip(paths, leaf_words(words, paths), strict=True))
+
+
 def random_bits(leaf_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Returns 32 random bits for each element of a leaf, `uint32[shape]`.
 

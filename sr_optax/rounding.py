@@ -144,7 +144,7 @@ def stochastic_round_tree(
         f'leaf {path!r}: expected float32 (or {target.name}), got {x.dtype}'
       )
   chosen = [path for path, x in named if x.dtype == jnp.float32]
-  keys = dict(zip(chosen, noise.leaf_words(words, chosen), strict=True))
+  keys = noise.leaf_keys(words, chosen)
   return treedef.unflatten(
     [
       apply_noise(x, draw(keys[path], x.shape, target), target)

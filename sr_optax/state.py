@@ -122,15 +122,15 @@ def init_from_shadow(
 
   opt_state = tx.init(visible({}))
   if isinstance(part, Chain):
-    opt_state = (*part.inner.init(shadow), opt_state[-1])
+    fp32 = treedef.unflatten([weights.get(path, s) for path, s in named])
+    opt_state = (*part.inner.init(fp32), opt_state[-1])
   keys = {}
   for state in find_links(opt_state):
     if isinstance(state, link_lib.StochasticRoundingState):
       mine = list(weights)
       if state.shadow is not None:
         mine = [path for path, _ in paths.flatten(state.shadow)[0]]
-      leaf_keys = noise.leaf_words(state.last_key, mine)
-      keys |= dict(zip(mine, leaf_keys, strict=True))
+      keys |= noise.leaf_keys(state.last_key, mine)
 
   def fill(state):
     values = {
@@ -175,9 +175,7 @@ def apply_updates(params, updates, opt_state):
     ]
     keys = {}
     if isinstance(state, link_lib.StochasticRoundingState):
-      mine = [path for path, _ in stored]
-      leaf_keys = noise.leaf_words(state.last_key, mine)
-      keys = dict(zip(mine, leaf_keys, strict=True))
+      keys = noise.leaf_keys(state.last_key, [path for path, _ in stored])
     exact |= {path: (s, keys.get(path)) for path, s in stored}
 
   def apply(path: str, p: jax.Array) -> jax.Array:

@@ -32,26 +32,34 @@ class Evaluation(NamedTuple):
   @property
   def standard_error(self) -> float:
     """Of the mean over questions."""
-    return self._error(self.expected)
+    return standard_error(self.expected, self.identity)
 
   def gain_over(self, before: 'Evaluation') -> tuple[float, float]:
     """Mean difference and its standard error, paired by question."""
     gain = self.expected - before.expected
-    return float(gain.mean()), self._error(gain)
+    return float(gain.mean()), standard_error(gain, self.identity)
 
-  def _error(self, values: np.ndarray) -> float:
-    """Standard error of the mean over distinct questions, each with its weight.
 
-        sqrt(n / (n - 1) * sum_i w_i^2 (x_i - mean)^2)
+def standard_error(
+  values: np.ndarray, identity: np.ndarray | None = None
+) -> float:
+  """Standard error of the mean over distinct questions, each with its weight.
 
-    over n distinct questions, w_i being the share of the rows that ask i.
-    """
-    rows = np.arange(values.size) if self.identity is None else self.identity
-    _, first, counts = np.unique(rows, return_index=True, return_counts=True)
-    weights = counts / values.size
-    deviation = weights * (values[first] - values.mean())
-    n = first.size
-    return float(np.sqrt(n / max(n - 1, 1) * np.sum(deviation**2)))
+      sqrt(n / (n - 1) * sum_i w_i^2 (x_i - mean)^2)
+
+  over n distinct questions; w_i is the share of the rows that ask question i
+  and x_i their mean value.
+
+  Args:
+    values: `[questions]`.
+    identity: int `[questions]`, equal where a question is repeated.
+  """
+  rows = np.arange(values.size) if identity is None else identity
+  _, group, counts = np.unique(rows, return_inverse=True, return_counts=True)
+  means = np.bincount(group, values) / counts
+  deviation = counts / values.size * (means - values.mean())
+  n = counts.size
+  return float(np.sqrt(n / max(n - 1, 1) * np.sum(deviation**2)))
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -66,18 +74,21 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
     samples: n.
     k: at most n.
   """
-  wrong = [math.comb(samples - int(c), k) for c in correct]
-  return 1 - np.array(wrong) / math.comb(samples, k)
+  draws = math.comb(samples, k)
+  return 1 - np.array([math.comb(samples - int(c), k) / draws for c in correct])
 
 
 def sampled_evaluation(
-  rewards: np.ndarray, greedy: np.ndarray
+  rewards: np.ndarray,
+  greedy: np.ndarray,
+  identity: np.ndarray | None = None,
 ) -> dict[str, float]:
   """Summarises sampled rewards; standard errors are over questions.
 
   Args:
     rewards: float32 `[questions, samples]`.
     greedy: float32 `[questions]`, of the greedy completion.
+    identity: see `standard_error`.
   """
   samples = rewards.shape[1]
   correct = (rewards >= 1).sum(axis=1)
@@ -88,8 +99,7 @@ def sampled_evaluation(
     k *= 2
   result = {name: float(np.mean(x)) for name, x in values.items()}
   for name, x in values.items():
-    error = np.std(x, ddof=1) / np.sqrt(len(x))
-    result[f'{name}_standard_error'] = float(error)
+    result[f'{name}_standard_error'] = standard_error(x, identity)
   return result
 
 

@@ -73,7 +73,6 @@ class Trainer:
     self._reference = None
     if config.kl_every or config.eval_samples:
       self._reference = cast(policy.params, jnp.bfloat16)  # exact: on its grid
-    self.reward_failures = 0
     self._compile(policy.graphdef, tx, compute_dtype)
 
   def _compile(self, graphdef: nnx.GraphDef, tx, compute_dtype) -> None:
@@ -228,9 +227,9 @@ class Trainer:
       _, rewards, _ = self._sample(asked, prompts, key, 0.0)
       greedy.append(rewards.reshape(-1, config.group)[:count, 0])
     samples = np.concatenate(samples)
-    return sampled_evaluation(samples, np.concatenate(greedy)) | {
-      name: kl / samples.size for name, kl in total_kl.items()
-    }
+    return sampled_evaluation(
+      samples, np.concatenate(greedy), self.question_identity
+    ) | {name: kl / samples.size for name, kl in total_kl.items()}
 
   def _prompts(self, questions: list[tasks.Question]) -> Prompts:
     return pad_prompts(
@@ -257,7 +256,6 @@ class Trainer:
       ],
       completions.terminated,
     )
-    self.reward_failures += failures
     return completions, rewards, failures
 
 

@@ -374,6 +374,12 @@ def test_weights_that_are_rounded_already_are_their_own_shadow():
   start = {'w': jnp.full(5, 1 + 2**-10), 'v': jnp.ones(3, jnp.bfloat16)}
   params, state = sr_optax.init_from_shadow(tx, start)
   assert params['w'].dtype == params['v'].dtype == jnp.bfloat16
+  adam = sr_optax.chain(optax.adam(1e-2), sr_optax.nearest_rounding())
+  moments = sr_optax.init_from_shadow(adam, start)[1][0]
+  assert {x.dtype.name for x in jax.tree.leaves(moments)} == {
+    'float32',
+    'int32',
+  }
   shadow = sr_optax.shadow_params(state, params)
   np.testing.assert_array_equal(shadow['w'], start['w'])
   np.testing.assert_array_equal(shadow['v'], np.ones(3))

@@ -321,3 +321,11 @@ def test_a_repeated_question_counts_once_in_the_standard_error():
   np.testing.assert_allclose(
     after.gain_over(before), (0.5, 0.03**0.5), rtol=1e-12
   )
+
+
+def test_samples_of_a_repeated_question_are_no_further_questions():
+  # Means .25 and .75 by question, weights 2/3 and 1/3, mean 5/12:
+  # sqrt(2 * ((2/3 * 1/6)^2 + (1/3 * 1/3)^2)) = sqrt(4 / 81).
+  values, identity = np.array([0.0, 0.5, 0.75]), np.array([0, 0, 1])
+  error = evaluate.standard_error(values, identity)
+  np.testing.assert_allclose(error, 2 / 9, rtol=1e-12)
