@@ -217,12 +217,14 @@ def verdicts_c(group: Group) -> list[Verdict]:
   if group.targets is None:
     return none(_NO_TARGETS)
   target = group.targets.value()
+  # Multiples that every seed has: those of the map have fewer seeds.
   slow = {m: group.get('bf16', m) for m in group.multiples('bf16')}
+  slow = {
+    m: r for m, r in slow.items() if r.keys() >= group.get('bf16-sr').keys()
+  }
   if len(slow) < 2 or 1.0 not in slow:
     return none('needs bf16 at the rate itself and at larger ones')
-  seeds = sorted(
-    set(group.get('bf16-sr')).intersection(*map(set, slow.values()))
-  )
+  seeds = list(group.get('bf16-sr'))
   if len(seeds) < 2:
     return none(_NO_PAIRS)
   found, fast = [], []

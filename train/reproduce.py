@@ -234,8 +234,8 @@ def plan_real(folder: Path) -> list[Planned]:
         task=task,
         steps=30,
         lr=2e-6,
-        eval_every=3,
-        eval_questions=48,
+        eval_every=5,
+        eval_questions=24,
         eval_samples=8,
         compute_dtype='float32',
         save_final=False,
@@ -319,9 +319,11 @@ def _check(run: Planned) -> Planned:
       value = getattr(run.config, field.name)
       if field.name in ('out', 'resume'):
         continue
-      if saved.get(field.name) != value:
+      # A flag that is younger than the run had what is its default now.
+      was = saved.get(field.name, field.default)
+      if was != value:
         raise ConfigError(
-          f'{run.config.out}: {field.name} is {saved.get(field.name)!r}, now '
+          f'{run.config.out}: {field.name} is {was!r}, now '
           f'{value!r}; choose another folder with --results'
         )
   return run
