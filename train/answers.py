@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from train import stop_strings
 from train.tokenizer import Tokenizer
 
 _NEWLINE = b'\n'
@@ -20,49 +21,67 @@ class Ending(NamedTuple):
 
 
 class Answers:
-  """Completions of a tokenizer: they end at a newline or at end-of-text."""
+  """Completions of a tokenizer: they end at end-of-text or a stop string.
 
-  def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+  Attributes:
+    endings: int32 `[Z, V]`, see `stop_strings.automaton`.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stops: tuple[str, ...] = ('\n',),
+  ):
     """Looks through the vocabulary.
 
     Args:
       tokenizer: of the policy.
       vocab_size: V of the policy, which may exceed the tokenizer's.
+      stops: strings that end a completion; they are no part of it.
     """
+    self._stops = stops
     self.tokenizer = tokenizer
     self._bytes = [
       tokenizer.token_bytes(i) or _NO_TEXT for i in range(vocab_size)
     ]
     for i in tokenizer.eos_ids:
       self._bytes[i] = b''
-    self.terminators = np.array([_NEWLINE in b for b in self._bytes])
-    self.terminators[list(tokenizer.eos_ids)] = True
+    self.endings = stop_strings.automaton(self._bytes, tokenizer.eos_ids, stops)
+    ends = np.array([_NEWLINE in b for b in self._bytes])
+    ends[list(tokenizer.eos_ids)] = True
     self._closing: dict[bytes, set[int]] = {b'': set(tokenizer.eos_ids)}
     for i, text in enumerate(self._bytes):
       if _NEWLINE in text:
         self._closing.setdefault(text.split(_NEWLINE)[0], set()).add(i)
     self._inside: dict[bytes, list[int]] = {}
     for i, text in enumerate(self._bytes):
-      if not self.terminators[i]:
+      if not ends[i]:
         self._inside.setdefault(text, []).append(i)
 
   def text(self, tokens: np.ndarray) -> str:
-    """The text of one completion's tokens before its terminator."""
+    """The text of one completion's tokens before what ended it."""
     data = b''.join(self._bytes[i] for i in tokens)
-    return data.split(_NEWLINE)[0].decode('utf-8', errors='replace')
+    data = stop_strings.cut(data, self._stops)
+    return data.decode('utf-8', errors='replace')
 
   def accepted_sequences(
     self, texts: tuple[str, ...], longest: int
   ) -> tuple[Ending, ...]:
     """Every token sequence whose text is one of `texts` and then ends.
 
-    All ways to split a text into tokens, not only the tokenizer's own: the
-    policy may sample any of them.
+    Only where a newline is what ends a completion. All ways to split a text
+    into tokens, not only the tokenizer's own: the policy may sample any.
 
     Args:
       texts: accepted completions.
       longest: tokens at most, the terminator included.
+
+    Raises:
+      ValueError: for other stop strings.
     """
+    if self._stops != ('\n',):
+      raise ValueError(f'answers that end at {self._stops} are not enumerated')
     found = []
     for text in texts:
       data = text.encode()

@@ -93,6 +93,11 @@ class Group:
       m for a, m, variant in self._found if (a, variant) == (arm, '')
     )
 
+  def main_multiples(self, arm: str) -> list[float]:
+    """Those that every seed of `bf16-sr` has: the map has fewer seeds."""
+    seeds = self.get('bf16-sr').keys()
+    return [m for m in self.multiples(arm) if self.get(arm, m).keys() >= seeds]
+
   def pairs(self, *keys: str | tuple) -> list[tuple[Run, ...]]:
     """The runs of several arms (or arm, multiple, variant), seed by seed."""
     found = [
@@ -217,11 +222,7 @@ def verdicts_c(group: Group) -> list[Verdict]:
   if group.targets is None:
     return none(_NO_TARGETS)
   target = group.targets.value()
-  # Multiples that every seed has: those of the map have fewer seeds.
-  slow = {m: group.get('bf16', m) for m in group.multiples('bf16')}
-  slow = {
-    m: r for m, r in slow.items() if r.keys() >= group.get('bf16-sr').keys()
-  }
+  slow = {m: group.get('bf16', m) for m in group.main_multiples('bf16')}
   if len(slow) < 2 or 1.0 not in slow:
     return none('needs bf16 at the rate itself and at larger ones')
   seeds = list(group.get('bf16-sr'))

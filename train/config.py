@@ -3,10 +3,18 @@
 import dataclasses
 from pathlib import Path
 
-from train import arms, tasks
+from train import advantages, arms, losses, tasks
 
 COMPUTE_DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
 LOSS_SCALERS = ('auto', 'off')
+FILTERS = ('off', 'drop', 'refill')
+# How far a ratio may fall below and rise above 1, by loss: each paper's bounds.
+CLIPS = {
+  'policy-gradient': (None, None),
+  'ppo': (0.2, 0.2),
+  'gspo': (3e-4, 4e-4),
+  'cispo': (None, 4.0),
+}
 
 
 class ConfigError(ValueError):
@@ -36,6 +44,35 @@ class Config:
   """Longest completion in tokens, its terminator included."""
   temperature: float = 1.0
   """Of sampling, and of the log-probabilities trained on."""
+  advantage: str = 'dr-grpo'
+  """What a completion was worth; one of: dr-grpo, grpo, rloo, reinforce++,
+  reinforce++-baseline."""
+  loss: str = 'policy-gradient'
+  """policy-gradient (importance-weighted), ppo (clipped), gspo or cispo. With
+  one update per rollout the ratios are 1 and all but gspo agree."""
+  clip_low: float | None = None
+  """How far a ratio may fall below 1; default: 0.2 (ppo), 3e-4 (gspo)."""
+  clip_high: float | None = None
+  """How far it may rise above 1; default: 0.2 (ppo; DAPO's clip-higher: 0.28),
+  4e-4 (gspo), 4 (cispo)."""
+  aggregation: str = 'constant'
+  """constant (sum over tokens / (completions x longest), as Dr.GRPO),
+  token-mean (DAPO) or sequence-mean (GRPO)."""
+  updates: int = 1
+  """Optimizer steps per rollout, each on its share of the prompts."""
+  micro_batch: int = 0
+  """Prompts per forward and backward pass, with their completions; gradients
+  add up. 0: all of an update's. Less memory, same gradients."""
+  filter_groups: str = 'off'
+  """Groups whose rewards are all equal: off (they count), drop (they do not),
+  refill (more prompts are sampled in their place)."""
+  refill_rounds: int = 4
+  """Rollouts per step at most, with --filter-groups refill."""
+  correction: str = 'off'
+  """Importance weights of trainer against sampler: off, token-truncated,
+  token-masked, sequence-truncated or sequence-masked."""
+  correction_cap: float = 2.0
+  """Largest such weight."""
   lr: float = 2e-6
   """Learning rate of AdamW, constant."""
   seed: int = 0
@@ -78,28 +115,36 @@ class Config:
   given keep the value they had."""
 
   def __post_init__(self):  # noqa: D105
-    for name, known in (('task', tasks.TASKS), ('arm', arms.ARMS)):
+    for name, known in (
+      ('task', tasks.TASKS),
+      ('arm', arms.ARMS),
+      ('advantage', advantages.ADVANTAGES),
+      ('loss', CLIPS),
+      ('aggregation', losses.AGGREGATIONS),
+      ('correction', losses.CORRECTIONS),
+      ('filter_groups', FILTERS),
+      ('compute_dtype', COMPUTE_DTYPES),
+      ('loss_scaler', LOSS_SCALERS),
+    ):
       value = getattr(self, name)
       if value not in known:
         raise ConfigError(
-          f'unknown {name} {value!r}; there are: {", ".join(known)}'
+          f'unknown {name.replace("_", " ")} {value!r}; there are: '
+          + ', '.join(known)
         )
-    if self.compute_dtype not in COMPUTE_DTYPES:
-      raise ConfigError(
-        f'unknown compute dtype {self.compute_dtype!r}; there are: '
-        + ', '.join(COMPUTE_DTYPES)
-      )
-    if self.loss_scaler not in LOSS_SCALERS:
-      raise ConfigError(
-        f'unknown loss scaler {self.loss_scaler!r}; there are: '
-        + ', '.join(LOSS_SCALERS)
-      )
     if self.group < 2:
       raise ConfigError(
         f'group: expected at least 2 completions per prompt, got {self.group} '
         '(the advantage is the difference from the group mean)'
       )
-    for name in ('steps', 'prompts', 'max_new_tokens', 'keep'):
+    for name in (
+      'steps',
+      'prompts',
+      'max_new_tokens',
+      'keep',
+      'updates',
+      'refill_rounds',
+    ):
       if getattr(self, name) < 1:
         raise ConfigError(f'{name}: expected >= 1, got {getattr(self, name)}')
     if self.eval_questions < 2:
@@ -112,14 +157,27 @@ class Config:
       'eval_every',
       'eval_samples',
       'kl_every',
+      'micro_batch',
       'checkpoint_every',
     ):
       if getattr(self, name) < 0:
         raise ConfigError(f'{name}: expected >= 0, got {getattr(self, name)}')
-    for name in ('lr', 'temperature', 'reward_scale'):
+    for name in ('lr', 'temperature', 'reward_scale', 'correction_cap'):
       value = getattr(self, name)
       if not 0 < value < float('inf'):
         raise ConfigError(f'{name}: expected a positive number, got {value}')
+    self._check_clips()
+    if self.prompts % self.updates:
+      raise ConfigError(
+        f'updates: expected a divisor of prompts, {self.prompts}, got '
+        f'{self.updates}'
+      )
+    per_update = self.prompts // self.updates
+    if self.micro_batch and per_update % self.micro_batch:
+      raise ConfigError(
+        f'micro_batch: expected a divisor of the {per_update} prompts of an '
+        f'update, got {self.micro_batch}'
+      )
     if not 0 <= self.kl_penalty < float('inf'):
       raise ConfigError(f'kl_penalty: expected >= 0, got {self.kl_penalty}')
     if self.kl_penalty and self.kl_every != 1:
@@ -134,3 +192,33 @@ class Config:
         f'eval_samples: expected a multiple of group, {self.group} (they share '
         f'one compiled rollout), got {self.eval_samples}'
       )
+
+  @property
+  def clips(self) -> tuple[float | None, float | None]:
+    """Bounds `(clip_low, clip_high)` of the loss; None where it has none."""
+    given = self.clip_low, self.clip_high
+    known = CLIPS[self.loss]
+    return tuple(
+      k if g is None else g for g, k in zip(given, known, strict=True)
+    )
+
+  @property
+  def micro_batches(self) -> int:
+    """Parts that an update is worked off in."""
+    per_update = self.prompts // self.updates
+    return per_update // self.micro_batch if self.micro_batch else 1
+
+  def _check_clips(self) -> None:
+    known = dict(zip(('clip_low', 'clip_high'), CLIPS[self.loss], strict=True))
+    for name, default in known.items():
+      value = getattr(self, name)
+      if value is None:
+        continue
+      if default is None:
+        raise ConfigError(f'{name}: the loss {self.loss} has no such bound')
+      if not 0 < value < (1 if name == 'clip_low' else float('inf')):
+        raise ConfigError(
+          f'{name}: expected a positive number'
+          + (' below 1' if name == 'clip_low' else '')
+          + f', got {value}'
+        )

@@ -179,7 +179,7 @@ class Evaluator:
           closing.reshape(-1),
         )
       )
-    closes = np.zeros((len(closings), answers.terminators.size), bool)
+    closes = np.zeros((len(closings), answers.endings.shape[1]), bool)
     for i, last in enumerate(closings):
       closes[i, sorted(last)] = True
 

@@ -282,7 +282,7 @@ def _draw_speed(group: Group):
 
 def _draw_kl(group: Group):
   """(c): what a larger rate buys and costs."""
-  if group.targets is None or len(group.multiples('bf16')) < 2:
+  if group.targets is None or len(group.main_multiples('bf16')) < 2:
     return None
   target = group.targets.value()
   figure, axes = _axes(3)
@@ -297,7 +297,7 @@ def _draw_kl(group: Group):
   )
   for ax, (title, unit, measure) in zip(axes[0], measures, strict=True):
     for arm in ('bf16', 'fp32', 'bf16-sr'):
-      multiples = [m for m in group.multiples(arm) if m >= 1]
+      multiples = [m for m in group.main_multiples(arm) if m >= 1]
       values = np.full((len(multiples), 3), np.nan)
       for i, m in enumerate(multiples):
         found = [measure(run) for run in group.get(arm, m).values()]
@@ -315,7 +315,9 @@ def _draw_kl(group: Group):
         )
     ax.set(title=title, ylabel=unit, xlabel='multiple of the rate')
     ax.set(xscale='log', yscale='log')
-    known = sorted({m for arm in _ARMS for m in group.multiples(arm) if m >= 1})
+    known = sorted(
+      {m for arm in _ARMS for m in group.main_multiples(arm) if m >= 1}
+    )
     ax.set_xticks(known, [f'{m:g}' if m != 1.5 else '' for m in known])
     ax.tick_params(axis='x', which='minor', bottom=False, labelbottom=False)
   axes[0][0].legend(fontsize=8)

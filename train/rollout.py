@@ -71,6 +71,46 @@ def prefill(
   return jnp.take_along_axis(hidden, last, axis=1)[:, 0], key_values
 
 
+class Support(NamedTuple):
+  """Which tokens may be sampled; the neutral values allow all.
+
+  Applied one after the other, as `transformers` does: each on what the ones
+  before left, after the temperature.
+  """
+
+  top_k: int = 0  # the k most likely; 0: all
+  top_p: float = 1.0  # the fewest that have probability p together
+  min_p: float = 0.0  # those with p times the largest probability or more
+
+
+def restrict(scores: jax.Array, support: Support) -> jax.Array:
+  """Sets the scores of tokens outside the support to -inf.
+
+  The most likely token always stays. Ties with the last token of top-k or
+  top-p stay as well.
+
+  Args:
+    scores: float32 `[B, V]`, logits over the temperature.
+    support: static.
+  """
+  top_k, top_p, min_p = support
+  if top_k:
+    least = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))[0][:, -1:]
+    scores = jnp.where(scores >= least, scores, -jnp.inf)
+  if top_p < 1:
+    ordered = -jnp.sort(-scores, axis=-1)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = jnp.where((before < top_p).at[:, 0].set(True), ordered, jnp.inf)
+    scores = jnp.where(
+      scores >= jnp.min(kept, axis=-1, keepdims=True), scores, -jnp.inf
+    )
+  if min_p:
+    least = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(min_p)
+    scores = jnp.where(scores >= least, scores, -jnp.inf)
+  return scores
+
+
 def generate(
   model: Decoder,
   prompts: Prompts,
@@ -79,8 +119,9 @@ def generate(
   group: int,
   max_new_tokens: int,
   temperature: float | jax.Array,
-  terminators: jax.Array,
+  endings: jax.Array,
   compute_dtype,
+  support: Support = Support(),  # noqa: B008 - immutable
 ) -> Completions:
   """Samples `group` completions for each prompt.
 
@@ -94,8 +135,11 @@ def generate(
     group: G, completions per prompt.
     max_new_tokens: T; longer completions are cut off.
     temperature: 0 decodes greedily; log-probabilities are then those at 1.
-    terminators: bool `[V]`, tokens that end a completion.
+    endings: int32 `[Z, V]`, what ends a completion, see
+      `stop_strings.automaton`.
     compute_dtype: of the forward and the cache.
+    support: the tokens that may be sampled. Log-probabilities are those of the
+      distribution on them.
 
   Returns:
     B = P * G completions.
@@ -105,10 +149,11 @@ def generate(
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
   offset = jnp.repeat(prompts.lengths, group)[:, None]
 
-  def sample(state, t, hidden):  # hidden [B, D]
+  def sample(state, text, t, hidden):  # text [B], hidden [B, D]
     tokens, logprobs, lengths, terminated = state
     logits = model.logits(hidden, compute_dtype=compute_dtype)  # [B, V]
     scores = logits / jnp.where(temperature > 0, temperature, 1.0)
+    scores = restrict(scores, support)
     step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, t)
     gumbel = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[1:]))
     perturbed = scores + jnp.where(temperature > 0, gumbel(step_keys), 0.0)
@@ -116,15 +161,17 @@ def generate(
     logprob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
     logprob -= jax.nn.logsumexp(scores, axis=-1)
     active = ~terminated
-    return Completions(
+    text = jnp.where(active, endings[text, token], text)
+    state = Completions(
       tokens.at[:, t].set(jnp.where(active, token, tokens[:, t])),
       logprobs.at[:, t].set(jnp.where(active, logprob, 0.0)),
       lengths + active,
-      terminated | terminators[token],
+      text == endings.shape[0],
     )
+    return state, text
 
   def decode(carry):
-    t, state, cache = carry
+    t, state, text, cache = carry
     inputs = jax.lax.dynamic_slice_in_dim(state.tokens, t - 1, 1, axis=1)
     hidden, cache = model(
       inputs,
@@ -136,10 +183,11 @@ def generate(
       cache_index=t - 1,
       compute_dtype=compute_dtype,
     )
-    return t + 1, sample(state, t, hidden[:, 0]), cache
+    state, text = sample(state, text, t, hidden[:, 0])
+    return t + 1, state, text, cache
 
   def unfinished(carry):
-    t, state, _ = carry
+    t, state, *_ = carry
     return (t < max_new_tokens) & ~jnp.all(state.terminated)
 
   state = Completions(
@@ -148,12 +196,15 @@ def generate(
     jnp.zeros(batch, jnp.int32),
     jnp.zeros(batch, bool),
   )
-  state = sample(state, jnp.int32(0), jnp.repeat(last, group, axis=0))
+  text = jnp.zeros(batch, jnp.int32)
+  state, text = sample(
+    state, text, jnp.int32(0), jnp.repeat(last, group, axis=0)
+  )
   cache = init_cache(
     model.config, batch, max(max_new_tokens - 1, 1), compute_dtype
   )
-  _, state, _ = jax.lax.while_loop(
-    unfinished, decode, (jnp.int32(1), state, cache)
+  _, state, *_ = jax.lax.while_loop(
+    unfinished, decode, (jnp.int32(1), state, text, cache)
   )
   return state
 

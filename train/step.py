@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 import sr_optax
-from train import loss_scale, losses
+from train import loss_scale, losses, micro_batch
 from train.rollout import Completions, Prompts, cast
 from train.scoring import TokenScores, completion_hidden, token_scores
 
@@ -31,6 +31,21 @@ class Batch(NamedTuple):
   prompts: Prompts
   completions: Completions
   advantages: jax.Array  # float32 [B]
+  trained: jax.Array  # bool [B], False where a completion was filtered out
+  # float32 [B, T], of the policy before the first update on these completions;
+  # None if that is the one to come: the ratio is 1 then
+  old_logprobs: jax.Array | None = None
+
+
+class Objective(NamedTuple):
+  """What is minimised."""
+
+  # (logprobs, old_logprobs, advantages, mask) -> PolicyLoss
+  policy_loss: Callable[..., losses.PolicyLoss] = losses.policy_gradient
+  aggregation: str = 'constant'  # see `losses.token_weights`
+  correction: str = 'off'  # see `losses.sampler_correction`
+  correction_cap: float = 2.0
+  kl_penalty: float = 0.0  # weight of the divergence, summed like the loss
 
 
 class Reference(NamedTuple):
@@ -46,7 +61,8 @@ def train_step(
   *,
   temperature: float,
   compute_dtype,
-  kl_penalty: float = 0.0,
+  objective: Objective = Objective(),  # noqa: B008 - immutable
+  micro_batches: int = 1,
   remat: bool = False,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """Builds the jitted step `(state, batch, reference) -> (state, metrics)`.
@@ -54,7 +70,7 @@ def train_step(
   The state is donated. `reference` is a `Reference`, or None to measure no
   divergence. Gradients enter the optimizer in `compute_dtype`; with a scaler
   they are unscaled in FP32, and a step with a gradient that is not finite
-  changes nothing but the scaler.
+  changes nothing but the scaler. Gradients of micro-batches add up in FP32.
 
   Metrics are float32 scalars:
 
@@ -66,6 +82,8 @@ def train_step(
     `mismatch_k3`, nats per token; `mismatch_probability`, the largest
     difference of a token's probability; `phantom_clip_fraction`, share of
     tokens whose ratio is outside 1 +- 0.2 although nothing was updated;
+  - `clip_fraction`, share of tokens that the policy loss cut off, and
+    `sampler_weight`, the mean of `losses.sampler_correction`;
   - all of `sr_optax.sticking_metrics` but what cannot happen here, and
     `least_changed_fraction`, the share of weights that had to change for the
     visible ones to follow their shadow; FP32 weights have `changed_fraction`
@@ -77,13 +95,13 @@ def train_step(
     tx: the optimizer.
     temperature: of sampling.
     compute_dtype: of activations and gradients.
-    kl_penalty: weight in the loss of the exact divergence, summed over tokens
-      and divided like the policy's loss. Its gradient treats the sampled
-      states as given.
+    objective: the loss. The gradient of its divergence, the exact one, treats
+      the sampled states as given.
+    micro_batches: parts that the batch is worked off in; divides the prompts.
     remat: recompute whole layers in the backward pass.
   """
 
-  def loss(params, batch, reference, scale):
+  def loss(params, batch, weights, reference, scale):
     model = nnx.merge(graphdef, params)
     completions = batch.completions
     hidden = completion_hidden(
@@ -104,21 +122,53 @@ def train_step(
       compute_dtype=compute_dtype,
       reference=reference,
     )
-    total, count = losses.policy_gradient(
-      scores.logprobs,
-      lax.stop_gradient(scores.logprobs),
-      batch.advantages,
-      completions.mask,
+    old = batch.old_logprobs
+    if old is None:
+      old = lax.stop_gradient(scores.logprobs)
+    mask = completions.mask
+    policy_loss = objective.policy_loss(
+      scores.logprobs, old, batch.advantages, mask
     )
-    if kl_penalty:
-      total += kl_penalty * jnp.sum(scores.kl, where=completions.mask)
-    value = total / count
-    return value * scale, (value, scores)
+    correction = losses.sampler_correction(
+      old,
+      completions.logprobs,
+      mask,
+      correction=objective.correction,
+      cap=objective.correction_cap,
+    )
+    values = correction * policy_loss.values
+    if objective.kl_penalty:
+      values += objective.kl_penalty * scores.kl
+    value = jnp.sum(weights * values, where=mask)
+    seen = _Seen(value, scores, old, policy_loss.clipped, correction)
+    return value * scale, seen
+
+  def gradients(params, batch, reference, scale):
+    mask = batch.completions.mask & batch.trained[:, None]
+    weights = losses.token_weights(mask, objective.aggregation)
+    parts = batch, weights, None if reference is None else reference.hidden
+
+    def gradient(batch, weights, hidden):
+      given = None if hidden is None else reference._replace(hidden=hidden)
+      return jax.grad(loss, has_aux=True)(params, batch, weights, given, scale)
+
+    if micro_batches == 1:
+      return gradient(*parts)
+
+    def add(total, part):
+      grads, seen = gradient(*part)
+      return jax.tree.map(lambda t, g: t + g, total, grads), seen
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    total, seen = lax.scan(add, zeros, micro_batch.split(parts, micro_batches))
+    value = jnp.sum(seen.value)
+    seen = micro_batch.join(seen._replace(value=None))._replace(value=value)
+    return cast(total, compute_dtype), seen
 
   def step(state, batch, reference):
     params, opt_state, scaler = state
     scale = jnp.float32(1) if scaler is None else scaler.scale
-    grads, (value, scores) = jax.grad(loss, has_aux=True)(
+    grads, seen = gradients(
       cast(params, compute_dtype), batch, reference, scale
     )
     start = None if reference is None else reference.params
@@ -151,31 +201,43 @@ def train_step(
         'loss_scale': scaler.scale,
         'skipped_steps': scaler.skipped.astype(jnp.float32),
       }
-    metrics = {'loss': value, 'grad_norm': norm}
-    metrics |= _token_metrics(scores, batch.completions) | sticking | scaling
+    metrics = {'loss': seen.value, 'grad_norm': norm}
+    metrics |= _token_metrics(seen, batch.completions) | sticking | scaling
     return TrainState(params, opt_state, scaler), metrics
 
   return jax.jit(step, donate_argnums=0)
 
 
+class _Seen(NamedTuple):
+  """What the loss saw on its way."""
+
+  value: jax.Array  # float32 scalar, the loss
+  scores: TokenScores
+  old_logprobs: jax.Array  # float32 [B, T]
+  clipped: jax.Array  # bool [B, T]
+  correction: jax.Array  # float32 [B, T]
+
+
 def _token_metrics(
-  scores: TokenScores, completions: Completions
+  seen: _Seen, completions: Completions
 ) -> dict[str, jax.Array]:
-  mask = completions.mask
+  mask, scores = completions.mask, seen.scores
   tokens = jnp.maximum(jnp.sum(mask), 1)
 
   def per_token(x):
     return jnp.sum(x, where=mask) / tokens
 
-  sampler, policy = completions.logprobs, scores.logprobs
+  sampler, policy = completions.logprobs, seen.old_logprobs
   gap = jnp.where(mask, jnp.exp(sampler) - jnp.exp(policy), 0.0)
-  clipped = jnp.abs(jnp.exp(policy - sampler) - 1) > _CLIP
+  outside = jnp.abs(jnp.exp(policy - sampler) - 1) > _CLIP
   metrics = {
     'entropy': per_token(scores.entropy),
     'mismatch_k1': per_token(losses.kl_k1(sampler, policy)),
     'mismatch_k3': per_token(losses.kl_k3(sampler, policy)),
     'mismatch_probability': jnp.max(jnp.abs(gap)),
-    'phantom_clip_fraction': per_token(clipped.astype(jnp.float32)),
+    'phantom_clip_fraction': per_token(outside.astype(jnp.float32)),
+    'clip_fraction': per_token(seen.clipped.astype(jnp.float32)),
+    'sampler_weight': per_token(seen.correction),
   }
   if scores.kl is not None:
     metrics |= divergence(scores, mask)

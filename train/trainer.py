@@ -1,22 +1,62 @@
 """A policy in training: its state, and one step of it."""
 
+import functools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train import advantages, arms, loss_scale, tasks
+from train import advantages, arms, loss_scale, losses, micro_batch, tasks
 from train.answers import Answers
 from train.config import Config, ConfigError
 from train.evaluate import Evaluation, Evaluator, sampled_evaluation
 from train.policy import Policy
 from train.rollout import Completions, Prompts, cast, generate, pad_prompts
 from train.scoring import completion_hidden, token_scores
-from train.step import Batch, Reference, TrainState, divergence, train_step
+from train.step import (
+  Batch,
+  Objective,
+  Reference,
+  TrainState,
+  divergence,
+  train_step,
+)
 from train.tokenizer import Tokenizer
+
+# Of several updates the last one's value counts, of all else the mean.
+_CUMULATIVE = ('loss_scale', 'skipped_steps', 'displacement_slope')
+
+
+class _Rollout(NamedTuple):
+  """Sampled completions of P prompts, on the host."""
+
+  prompts: Prompts
+  completions: Completions
+  rewards: np.ndarray  # float32 [B]
+  trained: np.ndarray  # bool [B], False where filtered out
+
+
+def _objective(config: Config) -> Objective:
+  """The loss that the flags ask for."""
+  low, high = config.clips
+  bounds = {'clip_low': low, 'clip_high': high}
+  bounds = {name: x for name, x in bounds.items() if x is not None}
+  policy_loss = {
+    'policy-gradient': losses.policy_gradient,
+    'ppo': losses.ppo_clip,
+    'gspo': losses.gspo,
+    'cispo': losses.cispo,
+  }[config.loss]
+  return Objective(
+    functools.partial(policy_loss, **bounds),
+    config.aggregation,
+    config.correction,
+    config.correction_cap,
+    config.kl_penalty,
+  )
 
 
 class Trainer:
@@ -77,7 +117,8 @@ class Trainer:
 
   def _compile(self, graphdef: nnx.GraphDef, tx, compute_dtype) -> None:
     config = self._config
-    terminators = jnp.asarray(self._answers.terminators)
+    parts = config.updates * config.micro_batches  # of a whole rollout
+    endings = jnp.asarray(self._answers.endings)
 
     def model(params):
       return nnx.merge(graphdef, cast(params, compute_dtype))
@@ -90,14 +131,32 @@ class Trainer:
         group=config.group,
         max_new_tokens=config.max_new_tokens,
         temperature=temperature,
-        terminators=terminators,
+        endings=endings,
         compute_dtype=compute_dtype,
       )
 
     def hidden(params, prompts, tokens):
-      return completion_hidden(
-        model(params), prompts, tokens, compute_dtype=compute_dtype
-      )
+      def part(prompts, tokens):
+        return completion_hidden(
+          model(params), prompts, tokens, compute_dtype=compute_dtype
+        )
+
+      return micro_batch.mapped(part, parts)(prompts, tokens)
+
+    def logprobs(params, prompts, tokens):
+      def part(prompts, tokens):
+        hidden = completion_hidden(
+          model(params), prompts, tokens, compute_dtype=compute_dtype
+        )
+        return token_scores(
+          model(params),
+          hidden,
+          tokens,
+          temperature=config.temperature,
+          compute_dtype=compute_dtype,
+        ).logprobs
+
+      return micro_batch.mapped(part, parts)(prompts, tokens)
 
     def held_out_kl(params, hidden, reference: Reference, completions):
       scores = token_scores(
@@ -112,18 +171,22 @@ class Trainer:
 
     self._rollout = jax.jit(rollout)
     self._hidden = jax.jit(hidden)
+    self._logprobs = jax.jit(logprobs)
     self._held_out_kl = jax.jit(held_out_kl)
     self._train_step = train_step(
       graphdef,
       tx,
       temperature=config.temperature,
       compute_dtype=compute_dtype,
-      kl_penalty=config.kl_penalty,
+      objective=_objective(config),
+      micro_batches=config.micro_batches,
       remat=config.remat,
     )
 
   def step(self, step: int) -> dict[str, Any]:
-    """One rollout and one update; returns the step's metrics.
+    """One rollout and its updates; returns the step's metrics.
+
+    Of several updates the metrics are means, of what only grows the last.
 
     Args:
       step: steps done before this one.
@@ -132,46 +195,115 @@ class Trainer:
       FloatingPointError: if the loss is not finite, or a gradient outside the
         loss scaler's care; the state is then the one after that step.
     """
-    config = self._config
     started = time.monotonic()
-    order = tasks.data_order(
-      len(self._task.train), config.seed, step * config.prompts, config.prompts
-    )
-    questions = [self._task.train[i] for i in order]
-    prompts = self._prompts(questions)
-    key = jax.random.fold_in(self._rollout_key, step)
-    completions, rewards, failures = self._sample(
-      questions, prompts, key, config.temperature
-    )
+    rollout, sampling = self._gather(step)
     sampled_at = time.monotonic()
-    worth = advantages.dr_grpo(rewards, config.group) * config.reward_scale
-    batch = Batch(prompts, completions, worth)
-    reference = None
-    if config.kl_every and step % config.kl_every == 0:
-      hidden = self._hidden(self._reference, prompts, completions.tokens)
-      reference = Reference(self._reference, hidden)
-    self.state, metrics = self._train_step(self.state, batch, reference)
-    metrics = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    if not np.isfinite([metrics['loss'], metrics['grad_norm']]).all():
-      raise FloatingPointError(
-        f'step {step + 1}: loss {metrics["loss"]}, gradient norm '
-        f'{metrics["grad_norm"]}'
-      )
+    metrics = self._train(step, rollout)
     ended = time.monotonic()
-    tokens = int(completions.lengths.sum())
-    groups = rewards.reshape(-1, config.group)
+    completions = rollout.completions
     return {
-      'reward_mean': float(rewards.mean()),
+      'reward_mean': sampling.pop('reward_mean'),
       'kl_exact': metrics.pop('kl_exact', None),
       'kl_k3': metrics.pop('kl_k3', None),
       **metrics,
-      'mixed_groups': float((groups.min(1) < groups.max(1)).mean()),
-      'completion_tokens': tokens / rewards.size,
+      **sampling,
+      'completion_tokens': completions.lengths.mean().item(),
       'truncated_fraction': float(1 - completions.terminated.mean()),
-      'reward_failures': failures,
       'rollout_seconds': sampled_at - started,
       'train_seconds': ended - sampled_at,
-      'tokens_per_second': tokens / (sampled_at - started),
+      'tokens_per_second': sampling['sampled_tokens'] / (sampled_at - started),
+    }
+
+  def _gather(self, step: int) -> tuple[_Rollout, dict[str, Any]]:
+    """Samples a step's completions; further rounds replace equal groups.
+
+    Each step owns the prompts of as many rounds as it may take, needed or
+    not: what a step samples depends on nothing that came before.
+    """
+    config = self._config
+    refill = config.filter_groups == 'refill'
+    rounds = config.refill_rounds if refill else 1
+    parts, sampling = [], {'reward_failures': 0, 'sampled_tokens': 0}
+    for index in range(step * rounds, (step + 1) * rounds):
+      order = tasks.data_order(
+        len(self._task.train),
+        config.seed,
+        index * config.prompts,
+        config.prompts,
+      )
+      questions = [self._task.train[i] for i in order]
+      prompts = self._prompts(questions)
+      key = jax.random.fold_in(self._rollout_key, index)
+      completions, rewards, failures = self._sample(
+        questions, prompts, key, config.temperature
+      )
+      trained = np.ones(rewards.size, bool)
+      if config.filter_groups != 'off':
+        trained = np.asarray(advantages.mixed_groups(rewards, config.group))
+      parts.append(_Rollout(prompts, completions, rewards, trained))
+      sampling['reward_failures'] += failures
+      sampling['sampled_tokens'] += int(completions.lengths.sum())
+      if sum(part.trained.sum() for part in parts) >= rewards.size:
+        break
+    rewards = np.concatenate([part.rewards for part in parts])
+    groups = rewards.reshape(-1, config.group)
+    sampling |= {
+      'reward_mean': float(rewards.mean()),
+      'mixed_groups': float((groups.min(1) < groups.max(1)).mean()),
+      'rollouts': len(parts),
+    }
+    if len(parts) == 1:
+      return parts[0], sampling
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
+    # The groups to train on first, in order; the rest fills the batch up.
+    mixed = whole.trained.reshape(-1, config.group)[:, 0]
+    rows = np.argsort(~mixed, stable=True)[: config.prompts]
+    chosen = (rows[:, None] * config.group + np.arange(config.group)).ravel()
+    prompts = jax.tree.map(lambda x: x[rows], whole.prompts)
+    others = jax.tree.map(lambda x: x[chosen], whole[1:])
+    return _Rollout(prompts, *others), sampling
+
+  def _train(self, step: int, rollout: _Rollout) -> dict[str, float]:
+    """Makes the updates of a step."""
+    config = self._config
+    worth = advantages.ADVANTAGES[config.advantage](
+      jnp.asarray(rollout.rewards), config.group
+    )
+    inputs = rollout.prompts, rollout.completions.tokens
+    old = None
+    if config.updates > 1:
+      old = self._logprobs(self.state.params, *inputs)
+    batch = Batch(
+      rollout.prompts,
+      rollout.completions,
+      worth * config.reward_scale,
+      rollout.trained,
+      old,
+    )
+    hidden = None
+    if config.kl_every and step % config.kl_every == 0:
+      hidden = self._hidden(self._reference, *inputs)
+    whole, measured = (batch, hidden), []
+    for update in range(config.updates):
+      batch, part = whole
+      if config.updates > 1:
+        batch, part = jax.tree.map(
+          lambda x, i=update: x[i], micro_batch.split(whole, config.updates)
+        )
+      reference = None if part is None else Reference(self._reference, part)
+      self.state, metrics = self._train_step(self.state, batch, reference)
+      metrics = {k: float(x) for k, x in jax.device_get(metrics).items()}
+      if not np.isfinite([metrics['loss'], metrics['grad_norm']]).all():
+        raise FloatingPointError(
+          f'step {step + 1}: loss {metrics["loss"]}, gradient norm '
+          f'{metrics["grad_norm"]}'
+        )
+      measured.append(metrics)
+    return {
+      name: last
+      if name in _CUMULATIVE
+      else float(np.mean([m[name] for m in measured]))
+      for name, last in measured[-1].items()
     }
 
   @property

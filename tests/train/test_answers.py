@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from train.answers import Answers
@@ -106,10 +107,10 @@ def test_a_text_ends_before_the_first_newline(answers, tokens, text):
 def test_terminators_are_all_tokens_with_a_newline_and_end_of_text(
   answers, pieces
 ):
-  assert answers.terminators.dtype == bool
-  assert answers.terminators.size == pieces.vocab_size + EXTRA
+  assert answers.endings.dtype == np.int32
+  assert answers.endings.shape == (1, pieces.vocab_size + EXTRA)
   ending = [0, 5, 6, 7, 8, 11, 13]
-  assert answers.terminators.nonzero()[0].tolist() == ending
+  assert answers.endings[0].nonzero()[0].tolist() == ending
 
 
 def test_a_character_tokenizer_leaves_one_way_to_write_an_answer():

@@ -119,7 +119,7 @@ def test_expected_reward_equals_the_mean_of_sampled_rewards(
       group=group,
       max_new_tokens=LONGEST,
       temperature=TEMPERATURE,
-      terminators=jnp.asarray(answers.terminators),
+      endings=jnp.asarray(answers.endings),
       compute_dtype=jnp.float32,
     )
 

@@ -1,7 +1,10 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from train import losses
 from train.advantages import dr_grpo
@@ -22,51 +25,195 @@ def float32(x):
   return jnp.asarray(x, jnp.float32)
 
 
-def test_the_policy_gradient_is_a_sum_over_sampled_tokens_and_a_constant():
-  # ratio   mask     advantage   - A * ratio
-  # 2  1/2  1 1         3         -6, -1.5
-  # 4   1   1 0        -1          4,  -
-  # 8   8   0 0         5          -,  -
-  log_ratio = np.log([[2, 0.5], [4, 1], [8, 8]])
-  old = numbers(3, 2)
-  total, count = jax.jit(losses.policy_gradient)(
-    float32(old + log_ratio),
-    float32(old),
-    float32([3, -1, 5]),
-    jnp.array([[1, 1], [1, 0], [0, 0]], bool),
-  )
-  # Old + log ratio is rounded at a size of at most 4, exp takes it over to
-  # the ratio; then four terms of at most 6.
-  np.testing.assert_allclose(total, -6 - 1.5 + 4, rtol=0, atol=14 * 8 * EPS)
-  assert count == 3 * 2  # sequences times maximum, not the 3 sampled tokens
-  assert total.dtype == count.dtype == jnp.float32
+MASK = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]], bool)
+# ratio         advantage
+RATIOS = [[2, 0.5, 1], [4, 0.5, 9], [0.25, 9, 9], [9, 9, 9]]
+ADVANTAGES = [3, -1, -2, 5]
 
 
-def test_on_the_first_update_the_ratio_is_exactly_1():
-  advantages = np.array([0.75, -0.25, 0.5], np.float32)
-  mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]], bool)
+def by_hand(loss, **bounds):
+  """Values, clipped and the gradient with respect to the log-probabilities."""
+  old = numbers(4, 3)
+  logprobs = float32(old + np.log(RATIOS))
 
   @jax.jit
-  def loss(logprobs):
-    old = jax.lax.stop_gradient(logprobs)
-    return losses.policy_gradient(logprobs, old, advantages, mask)[0]
+  def run(logprobs):
+    def total(x):
+      made = loss(x, float32(old), float32(ADVANTAGES), MASK, **bounds)
+      return jnp.sum(made.values), made
 
-  value, gradient = jax.value_and_grad(loss)(float32(numbers(3, 4)))
-  assert value == -(0.75 * 4 - 0.25 * 1 + 0.5 * 2)
-  np.testing.assert_array_equal(
-    gradient, np.where(mask, -advantages[:, None], 0)
+    gradient, made = jax.grad(total, has_aux=True)(logprobs)
+    return made.values, made.clipped, gradient
+
+  values, clipped, gradient = run(logprobs)
+  assert values.dtype == jnp.float32 and clipped.dtype == bool
+  return np.asarray(values), np.asarray(clipped), np.asarray(gradient)
+
+
+# Old + log ratio is rounded at a size of at most 4, exp takes it over to the
+# ratio, an advantage of 3 multiplies it.
+close = functools.partial(np.testing.assert_allclose, rtol=0, atol=14 * 8 * EPS)
+
+
+def test_the_policy_gradient_at_known_ratios():
+  values, clipped, gradient = by_hand(losses.policy_gradient)
+  close(values, [[-6, -1.5, -3], [4, 0.5, 0], [0.5, 0, 0], [0, 0, 0]])
+  close(gradient, values)  # d exp(x) = exp(x)
+  assert not clipped.any()
+
+
+def test_ppo_clips_what_would_go_on_in_the_direction_of_its_advantage():
+  # Bounds 1/2 and 5/4, exact in float32 up to the ratio itself.
+  # A > 0: 2 -> 5/4, clipped; 1/2 and 1 within.
+  # A < 0: 4 stays (its way back), 1/2 within; 1/4 -> 1/2, clipped.
+  values, clipped, gradient = by_hand(
+    losses.ppo_clip, clip_low=0.51, clip_high=0.25
+  )
+  close(values, [[-3.75, -1.5, -3], [4, 0.5, 0], [2 * 0.49, 0, 0], [0, 0, 0]])
+  close(gradient, [[0, -1.5, -3], [4, 0.5, 0], [0, 0, 0], [0, 0, 0]])
+  want = np.zeros((4, 3), bool)
+  want[0, 0] = want[2, 0] = True
+  np.testing.assert_array_equal(clipped, want)
+
+
+def test_clip_higher_leaves_room_above_only():
+  _, low, _ = by_hand(losses.ppo_clip, clip_low=0.2, clip_high=0.2)
+  _, high, _ = by_hand(losses.ppo_clip, clip_low=0.2, clip_high=1.5)
+  assert low[0, 0] and not high[0, 0]  # ratio 2, advantage 3
+  assert low[2, 0] and high[2, 0]  # ratio 1/4, advantage -2
+
+
+def test_gspo_has_one_ratio_per_completion():
+  # Means of the logarithms: (2 * 1/2 * 1)^(1/3) = 1; (4 * 1/2)^(1/2) = sqrt 2;
+  # 1/4, clipped at 1/2.
+  values, clipped, gradient = by_hand(losses.gspo, clip_low=0.5, clip_high=0.25)
+  root = np.sqrt(2)
+  close(values, [[-3, -3, -3], [root, root, 0], [1, 0, 0], [0, 0, 0]])
+  close(gradient, [[-3, -3, -3], [root, root, 0], [0, 0, 0], [0, 0, 0]])
+  np.testing.assert_array_equal(np.argwhere(clipped), [[2, 0]])
+
+
+def test_gspo_with_sequence_mean_has_the_gradient_of_the_sequence_ratio():
+  old, x = float32(numbers(4, 3)), float32(numbers(4, 3, seed=8))
+  weights = losses.token_weights(MASK, 'sequence-mean')
+
+  def loss(x):
+    made = losses.gspo(
+      x, old, float32(ADVANTAGES), MASK, clip_low=0.9, clip_high=99.0
+    )
+    return jnp.sum(weights * made.values)
+
+  def want(x):  # the paper's: - mean over b of A_b * s_b, without the clip
+    lengths = MASK.sum(axis=1)[:3]
+    mean = jnp.sum(jnp.where(MASK, x - old, 0), axis=1)[:3] / lengths
+    return -jnp.mean(float32(ADVANTAGES)[:3] * jnp.exp(mean))
+
+  np.testing.assert_allclose(
+    *(jax.grad(f)(x) for f in (loss, want)), rtol=0, atol=99 * EPS
   )
 
 
-def test_masked_tokens_add_nothing_whatever_stands_there():
+def test_cispo_bounds_the_weight_and_keeps_every_gradient():
+  # Weights min(ratio, 3/2): 3/2, 1/2, 1; 3/2, 1/2; 1/4.
+  _, clipped, gradient = by_hand(losses.cispo, clip_high=0.5)
+  close(gradient, [[-4.5, -1.5, -3], [1.5, 0.5, 0], [0.5, 0, 0], [0, 0, 0]])
+  np.testing.assert_array_equal(np.argwhere(clipped), [[0, 0], [1, 0]])
+
+
+BOUNDS = {
+  losses.policy_gradient: {},
+  losses.ppo_clip: dict(clip_low=0.2, clip_high=0.28),
+  losses.gspo: dict(clip_low=3e-4, clip_high=4e-4),
+  losses.cispo: dict(clip_high=4.0),
+}
+each_loss = pytest.mark.parametrize('loss', BOUNDS)
+
+
+@each_loss
+def test_on_the_first_update_all_losses_agree(loss):
+  x = float32(numbers(4, 3))
+
+  def total(x):
+    made = loss(
+      x, lax.stop_gradient(x), float32(ADVANTAGES), MASK, **BOUNDS[loss]
+    )
+    return jnp.sum(made.values), made.clipped
+
+  (value, clipped), gradient = jax.value_and_grad(total, has_aux=True)(x)
+  assert value == -(3 * 3 - 1 * 2 - 2 * 1)
+  np.testing.assert_array_equal(
+    gradient, np.where(MASK, -np.array(ADVANTAGES)[:, None], 0)
+  )
+  assert not clipped.any()
+
+
+@each_loss
+@pytest.mark.parametrize('odd', [np.nan, np.inf, -np.inf, 1e30, 200.0])
+def test_masked_tokens_add_nothing_whatever_stands_there(loss, odd):
   mask = jnp.array([[True, False]])
-  for odd in (np.nan, np.inf, -np.inf, 1e30):
-    logprobs, old = float32([[-1.0, odd]]), float32([[-1.0, 0.0]])
-    value, gradient = jax.value_and_grad(
-      lambda x, old=old: losses.policy_gradient(x, old, float32([2]), mask)[0]
-    )(logprobs)
-    assert value == -2
-    np.testing.assert_array_equal(gradient, [[-2, 0]])
+  old = float32([[-1.0, 0.0]])
+
+  def total(x):
+    return jnp.sum(loss(x, old, float32([2]), mask, **BOUNDS[loss]).values)
+
+  value, gradient = jax.value_and_grad(total)(float32([[-1.0, odd]]))
+  assert value == -2
+  np.testing.assert_array_equal(gradient, [[-2, 0]])
+
+
+@each_loss
+def test_any_log_ratio_gives_a_finite_loss_and_gradient(loss):
+  old = float32([[-300.0, -1.0], [-300.0, -1.0]])
+  x = float32([[-1.0, -300.0], [-1.0, -300.0]])
+
+  def total(x):
+    mask = jnp.ones((2, 2), bool)
+    made = loss(x, old, float32([1, -1]), mask, **BOUNDS[loss])
+    return jnp.sum(made.values)
+
+  value, gradient = jax.value_and_grad(total)(x)
+  assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
+def test_token_weights_of_each_aggregation():
+  # Lengths 3, 2, 1 and a completion that was filtered out: 3 rows, 6 tokens.
+  for name, rows in {
+    'constant': [1 / 9, 1 / 9, 1 / 9],
+    'token-mean': [1 / 6, 1 / 6, 1 / 6],
+    'sequence-mean': [1 / 9, 1 / 6, 1 / 3],
+  }.items():
+    got = jax.jit(losses.token_weights, static_argnums=1)(MASK, name)
+    want = np.where(MASK, np.array([*rows, 0])[:, None], 0)
+    np.testing.assert_allclose(got, want, rtol=2 * EPS)
+    nothing = losses.token_weights(np.zeros((4, 3), bool), name)
+    np.testing.assert_array_equal(nothing, np.zeros((4, 3)))
+  with pytest.raises(ValueError, match='unknown aggregation .mean.*constant'):
+    losses.token_weights(MASK, 'mean')
+
+
+def test_the_correction_of_the_sampler_at_known_ratios():
+  # Products of the unmasked ratios: 1, 2, 1/4.
+  old = numbers(4, 3)
+  behavior = float32(old - np.log(RATIOS))
+  for correction, want in {
+    'off': np.ones((4, 3)),
+    'token-truncated': [[1.5, 0.5, 1], [1.5, 0.5, 1], [0.25, 1, 1], [1] * 3],
+    'token-masked': [[0, 0.5, 1], [0, 0.5, 1], [0.25, 1, 1], [1] * 3],
+    'sequence-truncated': [[1] * 3, [1.5] * 3, [0.25] * 3, [1] * 3],
+    'sequence-masked': [[1] * 3, [0] * 3, [0.25] * 3, [1] * 3],
+  }.items():
+    run = functools.partial(
+      losses.sampler_correction, correction=correction, cap=1.5
+    )
+    close(jax.jit(run)(float32(old), behavior, MASK), want)
+    gradient = jax.grad(lambda x, run=run: run(x, behavior, MASK).sum())(
+      float32(old)
+    )
+    np.testing.assert_array_equal(gradient, np.zeros((4, 3)))
+  with pytest.raises(ValueError, match='unknown correction .tis.'):
+    losses.sampler_correction(
+      float32(old), behavior, MASK, correction='tis', cap=2
+    )
 
 
 def expected_reward_gradient(logits, rewards):
@@ -85,13 +232,13 @@ def test_the_expected_policy_gradient_is_the_gradient_of_expected_reward():
     def one(token, reward):
       def loss(logits):
         logprobs = jax.nn.log_softmax(logits)[token][None, None]
-        total, count = losses.policy_gradient(
+        made = losses.policy_gradient(
           logprobs,
           jax.lax.stop_gradient(logprobs),
           (reward - baseline)[None],
           jnp.ones((1, 1), bool),
         )
-        return total / count
+        return jnp.mean(made.values)
 
       return jnp.exp(log_p[token]) * jax.grad(loss)(logits)
 
@@ -117,13 +264,13 @@ def test_with_the_group_mean_as_baseline_it_shrinks_by_one_over_the_group():
     def one(pair):
       def loss(logits):
         logprobs = jax.nn.log_softmax(logits)[pair][:, None]
-        total, count = losses.policy_gradient(
+        made = losses.policy_gradient(
           logprobs,
           jax.lax.stop_gradient(logprobs),
           dr_grpo(float32(rewards)[pair], 2),
           jnp.ones((2, 1), bool),
         )
-        return total / count
+        return jnp.mean(made.values)
 
       return jnp.exp(log_p[pair].sum()) * jax.grad(loss)(logits)
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train.rollout import Completions, Prompts, generate, pad_prompts
+from train.rollout import (
+  Completions,
+  Prompts,
+  Support,
+  generate,
+  pad_prompts,
+  restrict,
+)
 
 pytestmark = pytest.mark.usefixtures('quick_compile')
 
@@ -33,7 +40,7 @@ def sample(small):
       group=group,
       max_new_tokens=time,
       temperature=temperature,
-      terminators=ends,
+      endings=ends,
       compute_dtype=dtype,
     )
 
@@ -47,12 +54,12 @@ def sample(small):
     temperature=1.0,
     dtype=jnp.float32,
   ):
-    terminators = np.isin(np.arange(small.config.vocab_size), list(ends))
+    endings = np.isin(np.arange(small.config.vocab_size), list(ends))[None]
     completions = run(
       small.cast(dtype),
       prompts,
       jax.random.key(seed),
-      jnp.asarray(terminators),
+      jnp.asarray(endings, jnp.int32),
       group=group,
       time=time,
       temperature=temperature,
@@ -251,3 +258,56 @@ def test_a_mask_is_made_of_lengths_not_of_token_ids():
   np.testing.assert_array_equal(
     completions.mask, [[False, False], [True, False], [True, True]]
   )
+
+
+@pytest.mark.parametrize(
+  'support, kept',
+  [
+    # Probabilities 1/2, 1/4, 1/8, 1/16, 1/16 of tokens 3, 0, 4, 1, 2.
+    (Support(), [0, 1, 2, 3, 4]),
+    (Support(top_k=1), [3]),
+    (Support(top_k=2), [0, 3]),
+    (Support(top_k=4), [0, 1, 2, 3, 4]),  # a tie with the last one stays
+    (Support(top_k=99), [0, 1, 2, 3, 4]),
+    (Support(top_p=1e-6), [3]),
+    (Support(top_p=0.5), [3]),
+    (Support(top_p=0.51), [0, 3]),
+    (Support(top_p=0.8), [0, 3, 4]),
+    (Support(min_p=0.2), [0, 3, 4]),
+    (Support(min_p=0.3), [0, 3]),
+    (Support(min_p=1.0), [3]),
+    # Of 1/2, 1/4, 1/8, renormalised 4/7, 2/7, 1/7: 0.6 needs two.
+    (Support(top_k=3, top_p=0.6), [0, 3]),
+    (Support(top_k=3, top_p=0.6, min_p=0.6), [3]),
+  ],
+)
+def test_the_support_is_what_its_definition_leaves(support, kept):
+  probability = np.array([[1 / 4, 1 / 16, 1 / 16, 1 / 2, 1 / 8]])
+  shifted = jnp.asarray(np.log(probability) + 3, jnp.float32)
+  got = jax.jit(restrict, static_argnums=1)(shifted, support)
+  np.testing.assert_array_equal(np.isfinite(got[0]).nonzero()[0], kept)
+  np.testing.assert_array_equal(got[0, kept], shifted[0, kept])
+
+
+def test_logprobs_are_those_of_the_support_sampled_from(small, prompts):
+  @jax.jit
+  def run(params, key):
+    return generate(
+      nnx.merge(small.graphdef, params),
+      prompts,
+      key,
+      group=GROUP,
+      max_new_tokens=TIME,
+      temperature=1.0,
+      endings=jnp.zeros((1, small.config.vocab_size), jnp.int32),
+      compute_dtype=jnp.float32,
+      support=Support(top_k=3),
+    )
+
+  got = jax.tree.map(np.asarray, run(small.params, jax.random.key(0)))
+  log_p = small.numpy_log_p(prompts, got.tokens)
+  three = np.sort(log_p, axis=-1)[..., -3:]
+  log_p = chosen(log_p, got.tokens)
+  assert np.all(log_p >= three[..., 0] - ATOL)
+  want = log_p - np.log(np.exp(three).sum(axis=-1))
+  np.testing.assert_allclose(got.logprobs, want, rtol=0, atol=2 * ATOL)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,10 +8,16 @@ import pytest
 from flax import nnx
 
 import sr_optax
-from train import arms
+from train import arms, losses
 from train.rollout import Completions
 from train.scoring import completion_hidden
-from train.step import Batch, Reference, TrainState, train_step
+from train.step import (
+  Batch,
+  Objective,
+  Reference,
+  TrainState,
+  train_step,
+)
 
 pytestmark = pytest.mark.usefixtures('quick_compile')
 
@@ -63,7 +71,12 @@ def batches(small):
   # Sums of these are exact.
   advantages = rng.integers(-8, 9, BATCH)
   return [
-    Batch(prompts, completions, jnp.asarray(advantages * scale, jnp.float32))
+    Batch(
+      prompts,
+      completions,
+      jnp.asarray(advantages * scale, jnp.float32),
+      jnp.ones(BATCH, bool),
+    )
     for scale in (2.0, -1 / 64)
   ]
 
@@ -235,7 +248,7 @@ def test_the_loss_is_that_of_a_ratio_of_1(runs, batches):
 
 
 def test_metrics_of_tokens_equal_those_by_hand(runs, small, other, batches):
-  prompts, completions, _ = batches[0]
+  prompts, completions = batches[0][:2]
   mask = np.asarray(completions.mask)
   log_p, log_q = (
     p.numpy_log_p(prompts, completions.tokens, TEMPERATURE)
@@ -284,7 +297,7 @@ def test_the_penalty_adds_the_gradient_of_the_exact_divergence(
     tx,
     temperature=TEMPERATURE,
     compute_dtype=jnp.float32,
-    kl_penalty=weight,
+    objective=Objective(kl_penalty=weight),
   )
   params = jax.tree.map(jnp.copy, small.params)
   state, metrics = step(TrainState(params, tx.init(params)), batch, reference)
@@ -344,3 +357,91 @@ def test_without_a_reference_no_divergence_is_measured(small, batches):
   assert {'loss', 'grad_norm', 'entropy'} <= set(metrics)
   assert not {'kl_exact', 'kl_k3'} & set(metrics)
   assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state.params))
+
+
+def gradient_of(small, batch, reference=None, **options):
+  """The gradient of a step, and its metrics."""
+  tx = optax.sgd(1.0)
+  options = dict(temperature=TEMPERATURE, compute_dtype=jnp.float32) | options
+  step = train_step(small.graphdef, tx, **options)
+  params = jax.tree.map(jnp.copy, small.params)
+  state, metrics = step(TrainState(params, tx.init(params)), batch, reference)
+  before, after = leaves(small.params), leaves(state.params)
+  return {k: before[k] - after[k] for k in before}, metrics
+
+
+CLIPPED = Objective(
+  functools.partial(losses.ppo_clip, clip_low=0.1, clip_high=0.2),
+  'token-mean',
+  'sequence-truncated',
+  1.1,
+  kl_penalty=0.1,
+)
+
+
+@pytest.fixture(scope='module')
+def later(batches):
+  """A batch of a later update, of which a group was filtered out."""
+  completions = batches[0].completions
+  rng = np.random.default_rng(3)
+  old = completions.logprobs + jnp.asarray(
+    0.2 * rng.normal(size=(BATCH, TIME)), jnp.float32
+  )
+  trained = np.repeat([True, False, True], GROUP)
+  return batches[0]._replace(trained=jnp.asarray(trained), old_logprobs=old)
+
+
+@pytest.mark.parametrize('objective', [Objective(), CLIPPED])
+def test_micro_batches_have_the_same_gradient(
+  objective, small, later, reference
+):
+  whole, metrics = gradient_of(small, later, reference, objective=objective)
+  parts, measured = gradient_of(
+    small, later, reference, objective=objective, micro_batches=len(LENGTHS)
+  )
+  for path, want in whole.items():
+    size = np.abs(want).max()
+    assert size > 0
+    # As other gradients, and two roundings of a weight of up to 2.
+    np.testing.assert_allclose(
+      parts[path], want, rtol=0, atol=85 * EPS * size + 4 * EPS
+    )
+  for name, want in metrics.items():
+    np.testing.assert_allclose(
+      measured[name], want, rtol=85 * EPS, atol=85 * EPS, err_msg=name
+    )
+  if objective is CLIPPED:
+    assert 0.1 < metrics['clip_fraction'] < 0.9
+    assert 0.1 < metrics['sampler_weight'] < 1.1
+
+
+def test_the_objective_is_the_weighted_sum_by_hand(small, later, reference):
+  batch, mask = later, np.asarray(later.completions.mask)
+  log_p = small.numpy_log_p(
+    batch.prompts, batch.completions.tokens, TEMPERATURE
+  )
+  p = chosen(log_p, batch.completions.tokens)
+  old = np.asarray(batch.old_logprobs, np.float64)
+  advantages = np.asarray(batch.advantages, np.float64)[:, None]
+  ratio = np.exp(np.where(mask, p - old, 0))
+  values = -np.minimum(
+    advantages * ratio, advantages * np.clip(ratio, 0.9, 1.2)
+  )
+  sampled = np.asarray(batch.completions.logprobs, np.float64)
+  weight = np.exp(np.sum(np.where(mask, old - sampled, 0), axis=1))
+  values *= np.minimum(weight, 1.1)[:, None]
+  trained = mask & np.asarray(batch.trained)[:, None]
+  want = values[trained].sum() / trained.sum()
+  objective = CLIPPED._replace(kl_penalty=0.0)
+  _, metrics = gradient_of(small, batch, reference, objective=objective)
+  np.testing.assert_allclose(
+    metrics['loss'], want, rtol=0, atol=40 * 16 * EPS / TEMPERATURE * 50
+  )
+
+
+def test_filtered_completions_have_no_influence(small, later):
+  changed = jnp.where(later.trained, later.advantages, 1e3)
+  base, _ = gradient_of(small, later)
+  other, _ = gradient_of(small, later._replace(advantages=changed))
+  for path, want in base.items():
+    np.testing.assert_array_equal(other[path], want)
