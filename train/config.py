@@ -7,6 +7,7 @@ from train import advantages, arms, losses, tasks
 
 COMPUTE_DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
 LOSS_SCALERS = ('auto', 'off')
+TRACKERS = ('off', 'wandb', 'trackio')
 FILTERS = ('off', 'drop', 'refill')
 # How far a ratio may fall below and rise above 1, by loss: each paper's bounds.
 CLIPS = {
@@ -95,6 +96,16 @@ class Config:
   """Completions per held-out question for the sampled reward, pass@k, greedy
   accuracy and the KL divergence on held-out prompts; 0: expected reward only,
   which is exact and quick."""
+  eval_temperature: float | None = None
+  """Of these completions; default: that of training. The exact expected reward
+  keeps the training's."""
+  eval_top_k: int = 0
+  """Only the k most likely tokens, in these completions; 0: all. Training
+  always samples from the whole distribution."""
+  eval_top_p: float = 1.0
+  """Only the fewest tokens with this probability together, likewise."""
+  eval_min_p: float = 0.0
+  """Only tokens with this share of the largest probability, likewise."""
   kl_every: int = 1
   """Steps between measurements of the KL divergence from the reference; 0
   keeps no reference."""
@@ -110,6 +121,10 @@ class Config:
   save_final: bool = True
   """Save checkpoint, weights and picture at the end; off: metrics only (a run
   told to stop still saves its checkpoint)."""
+  tensorboard: bool = False
+  """Write the metrics to RUN/tensorboard as well (needs tensorboardX)."""
+  tracker: str = 'off'
+  """Send the metrics to wandb or trackio, if installed."""
   resume: bool = False
   """Continue the run in --out from its last checkpoint. Flags that are not
   given keep the value they had."""
@@ -125,6 +140,7 @@ class Config:
       ('filter_groups', FILTERS),
       ('compute_dtype', COMPUTE_DTYPES),
       ('loss_scaler', LOSS_SCALERS),
+      ('tracker', TRACKERS),
     ):
       value = getattr(self, name)
       if value not in known:
@@ -158,6 +174,7 @@ class Config:
       'eval_samples',
       'kl_every',
       'micro_batch',
+      'eval_top_k',
       'checkpoint_every',
     ):
       if getattr(self, name) < 0:
@@ -167,6 +184,21 @@ class Config:
       if not 0 < value < float('inf'):
         raise ConfigError(f'{name}: expected a positive number, got {value}')
     self._check_clips()
+    if self.eval_temperature is not None and not (
+      0 < self.eval_temperature < float('inf')
+    ):
+      raise ConfigError(
+        'eval_temperature: expected a positive number (greedy accuracy is '
+        f'measured beside), got {self.eval_temperature}'
+      )
+    if not 0 < self.eval_top_p <= 1:
+      raise ConfigError(
+        f'eval_top_p: expected above 0 and at most 1, got {self.eval_top_p}'
+      )
+    if not 0 <= self.eval_min_p <= 1:
+      raise ConfigError(
+        f'eval_min_p: expected between 0 and 1, got {self.eval_min_p}'
+      )
     if self.prompts % self.updates:
       raise ConfigError(
         f'updates: expected a divisor of prompts, {self.prompts}, got '

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train import arms, plot, pretrained, tasks
+from train import arms, plot, pretrained, tasks, trackers
 from train.checkpoint import IDENTITY, Checkpoints
 from train.config import Config
 from train.evaluate import Evaluation
@@ -46,6 +46,7 @@ def run(config: Config) -> dict[str, Any]:
     Interrupted: after SIGTERM or SIGINT.
   """
   started = time.monotonic()
+  trackers.check(config)
   folder = RunFolder(config.out or _default_folder(config), config.resume)
   compute_dtype = _compute_dtype(config)
   task = tasks.load_task(
@@ -80,7 +81,11 @@ def run(config: Config) -> dict[str, Any]:
   def save(step: int) -> None:
     checkpoints.save(step, trainer.state, identity)
 
-  with _Signals() as signals, Progress(config.steps, first) as progress:
+  with (
+    _Signals() as signals,
+    Progress(config.steps, first) as progress,
+    trackers.Trackers(config, folder, first) as tracked,
+  ):
     progress.note('evaluating held-out questions')
     before = latest = _evaluation_before(folder, trainer, first)
     progress.line(_evaluation_line(0, before))
@@ -99,6 +104,7 @@ def run(config: Config) -> dict[str, Any]:
         if config.eval_samples:
           record |= trainer.evaluate_sampled()
       folder.append_metrics(record)
+      tracked.write(record)
       progress.step(record)
       every = config.checkpoint_every
       final = last and config.save_final

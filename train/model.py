@@ -28,6 +28,47 @@ _MASKED = -1e30  # finite: a query without any visible key must not give NaN
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How RoPE's frequencies were stretched for a longer context.
+
+  Without `low_freq_factor` all are divided by `factor` (position
+  interpolation, arXiv 2306.15595). With it, those of Llama 3.1: wavelengths
+  above `original_context / low_freq_factor` are, those below
+  `original_context / high_freq_factor` are not, and what lies between goes over
+  from the one to the other linearly in 1 / wavelength.
+
+  Raises:
+    ValueError: a number that is not positive, or bands in the wrong order.
+  """
+
+  factor: float
+  low_freq_factor: float | None = None
+  high_freq_factor: float | None = None
+  original_context: int | None = None  # tokens
+
+  def __post_init__(self):
+    """Rejects impossible numbers."""
+    bands = self.low_freq_factor, self.high_freq_factor, self.original_context
+    given = [x for x in bands if x is not None]
+    if len(given) not in (0, 3):
+      raise ValueError(f'{self}: the bands need all three numbers')
+    if min([self.factor, *given]) <= 0:
+      raise ValueError(f'{self}: expected positive numbers')
+    if given and not self.low_freq_factor < self.high_freq_factor:
+      raise ValueError(f'{self}: low_freq_factor must be the smaller one')
+
+  def scale(self, frequency: np.ndarray) -> np.ndarray:
+    """Stretches frequencies, float64 `[H / 2]`, radians per token."""
+    slow = frequency / self.factor
+    if self.low_freq_factor is None:
+      return slow
+    low, high = self.low_freq_factor, self.high_freq_factor
+    turns = self.original_context * frequency / (2 * np.pi)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * slow + share * frequency
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Sizes and options of a decoder.
 
@@ -49,12 +90,13 @@ class ModelConfig:
   rms_eps: float = 1e-5
   qkv_bias: bool = False
   qk_norm: bool = False
+  rope_scaling: RopeScaling | None = None
 
   def __post_init__(self):
     """Rejects impossible sizes."""
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.type is not bool and not value > 0:
+      if field.type in (int, float) and not value > 0:
         raise ValueError(f'{field.name} must be positive, got {value}')
     if self.heads % self.kv_heads:
       raise ValueError(
@@ -295,7 +337,10 @@ def _rms_norm(x, weight, eps):
 def _rotation(positions, config):
   """Cosines and sines of RoPE, each float32 `[B, T, 1, H / 2]`."""
   exponent = np.arange(0, config.head_width, 2) / config.head_width
-  frequency = jnp.asarray(config.rope_theta**-exponent, jnp.float32)
+  frequency = config.rope_theta**-exponent
+  if config.rope_scaling is not None:
+    frequency = config.rope_scaling.scale(frequency)
+  frequency = jnp.asarray(frequency, jnp.float32)
   # bfloat16 would be exact up to position 256 only.
   time = positions.astype(jnp.float32)[:, :, None, None]
   angles = time * frequency[None, None, None]

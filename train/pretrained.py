@@ -22,7 +22,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from train.model import ModelConfig
+from train.model import ModelConfig, RopeScaling
 from train.tokenizer import HuggingFaceTokenizer, Tokenizer, read_json
 
 
@@ -348,18 +348,66 @@ def _huggingface_config(settings: dict[str, Any]) -> ModelConfig:
       raise PretrainedError(
         f'{key} {settings[key]!r} is not supported, only {only!r}'
       )
+  scaling = None
   for key in ('rope_scaling', 'rope_parameters'):  # the older, the newer name
     rope = dict(settings.get(key) or {})
     if 'rope_theta' in rope:
       settings = settings | {'rope_theta': rope.pop('rope_theta')}
-    if any(value not in (None, 'default', 1.0) for value in rope.values()):
-      raise PretrainedError(f'{key} {rope} is not supported, only default')
+    scaling = _rope_scaling(key, rope) or scaling
   return _model_config(
     {field: (key, settings.get(key)) for field, key, _ in _SIZES},
     tied_embeddings=bool(settings.get('tie_word_embeddings', False)),
     qkv_bias=_FAMILIES[kind].qkv_bias,
     qk_norm=_FAMILIES[kind].qk_norm,
+    rope_scaling=scaling,
   )
+
+
+# Field of RopeScaling, its key in config.json, by type.
+_ROPE_SCALINGS = {
+  'linear': {'factor': 'factor'},
+  'llama3': {
+    'factor': 'factor',
+    'low_freq_factor': 'low_freq_factor',
+    'high_freq_factor': 'high_freq_factor',
+    'original_context': 'original_max_position_embeddings',
+  },
+}
+
+
+def _rope_scaling(key: str, rope: dict[str, Any]) -> RopeScaling | None:
+  """Reads one of the two entries that may ask for scaled frequencies."""
+  kinds = [rope.pop(name, None) for name in ('rope_type', 'type')]
+  kind = kinds[0] or kinds[1] or 'default'  # the newer, the older name
+  if kind == 'default' and all(x in (None, 1.0) for x in rope.values()):
+    return None
+  if kind not in _ROPE_SCALINGS:
+    raise PretrainedError(
+      f'{key} {kind!r} with {rope} is not supported, only default, '
+      + ', '.join(_ROPE_SCALINGS)
+    )
+  names = _ROPE_SCALINGS[kind]
+  for name in names.values():
+    value = rope.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise PretrainedError(
+        f'{key} {kind!r}: {name} is {value!r}, expected a number'
+      )
+  if extra := sorted(rope.keys() - set(names.values())):
+    raise PretrainedError(
+      f'{key} {kind!r} with {_listed(extra)} is not supported'
+    )
+  return RopeScaling(**{field: rope[name] for field, name in names.items()})
+
+
+def _rope_settings(scaling: RopeScaling | None) -> dict[str, Any]:
+  """Undoes `_rope_scaling`."""
+  if scaling is None:
+    return {}
+  kind = 'linear' if scaling.low_freq_factor is None else 'llama3'
+  names = _ROPE_SCALINGS[kind].items()
+  values = {name: getattr(scaling, field) for field, name in names}
+  return {'rope_scaling': {'rope_type': kind, **values}}
 
 
 def _huggingface_settings(
@@ -374,6 +422,7 @@ def _huggingface_settings(
     'architectures': [_FAMILIES[kind].architecture],
     'model_type': kind,
     **{key: getattr(config, field) for field, key, _ in _SIZES},
+    **_rope_settings(config.rope_scaling),
     'tie_word_embeddings': config.tied_embeddings,
     'hidden_act': _ONLY['hidden_act'],
     'torch_dtype': dtype.name,
@@ -409,7 +458,7 @@ def _gguf_config(reader: gguf.GGUFReader, *, tied: bool) -> ModelConfig:
 
 
 def _model_config(
-  found: dict[str, tuple[str, Any]], **options: bool
+  found: dict[str, tuple[str, Any]], **options: Any
 ) -> ModelConfig:
   """Makes a config of `{field: (its key in the file, value or None)}`."""
   values = {field: v for field, (_, v) in found.items() if v is not None}

@@ -14,7 +14,14 @@ from train.answers import Answers
 from train.config import Config, ConfigError
 from train.evaluate import Evaluation, Evaluator, sampled_evaluation
 from train.policy import Policy
-from train.rollout import Completions, Prompts, cast, generate, pad_prompts
+from train.rollout import (
+  Completions,
+  Prompts,
+  Support,
+  cast,
+  generate,
+  pad_prompts,
+)
 from train.scoring import completion_hidden, token_scores
 from train.step import (
   Batch,
@@ -123,7 +130,7 @@ class Trainer:
     def model(params):
       return nnx.merge(graphdef, cast(params, compute_dtype))
 
-    def rollout(params, prompts, key, temperature):
+    def rollout(params, prompts, key, temperature, support=Support()):  # noqa: B008
       return generate(
         model(params),
         prompts,
@@ -133,6 +140,7 @@ class Trainer:
         temperature=temperature,
         endings=endings,
         compute_dtype=compute_dtype,
+        support=support,
       )
 
     def hidden(params, prompts, tokens):
@@ -169,7 +177,10 @@ class Trainer:
       )
       return divergence(scores, completions.mask)['kl_exact']
 
-    self._rollout = jax.jit(rollout)
+    support = Support(config.eval_top_k, config.eval_top_p, config.eval_min_p)
+    self._rollout = self._eval_rollout = jax.jit(rollout)
+    if support != Support():  # else evaluation runs the training's program
+      self._eval_rollout = jax.jit(functools.partial(rollout, support=support))
     self._hidden = jax.jit(hidden)
     self._logprobs = jax.jit(logprobs)
     self._held_out_kl = jax.jit(held_out_kl)
@@ -344,7 +355,11 @@ class Trainer:
       rounds = []
       for i in range(config.eval_samples // config.group):
         completions, rewards, _ = self._sample(
-          asked, prompts, jax.random.fold_in(key, i), config.temperature
+          asked,
+          prompts,
+          jax.random.fold_in(key, i),
+          config.eval_temperature or config.temperature,
+          self._eval_rollout,
         )
         rounds.append(rewards.reshape(-1, config.group)[:count])
         counts = np.arange(rewards.size) < count * config.group
@@ -371,11 +386,12 @@ class Trainer:
     )
 
   def _sample(
-    self, questions, prompts: Prompts, key: jax.Array, temperature: float
+    self, questions, prompts: Prompts, key, temperature: float, rollout=None
   ) -> tuple[Completions, np.ndarray, int]:
     """Completions on the host, their rewards `[B]`, and failed rewards."""
+    rollout = rollout or self._rollout
     completions = jax.device_get(
-      self._rollout(self.state.params, prompts, key, temperature)
+      rollout(self.state.params, prompts, key, temperature)
     )
     rewards, failures = tasks.score(
       self._task,

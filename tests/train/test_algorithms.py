@@ -78,9 +78,25 @@ def test_equal_groups_are_dropped_or_replaced(runner, tmp_path, monkeypatch):
     assert record['changed_fraction'] == 0
 
 
+def test_evaluation_may_sample_from_fewer_tokens(runner, tmp_path):
+  # With one token left every sample is the greedy one.
+  flags = dict(steps=1, eval_samples=5, arm='fp32')
+  free = run(runner, tmp_path / 'free', **flags)
+  one = run(runner, tmp_path / 'one', eval_top_k=1, **flags)
+  assert one[0]['reward_mean'] == free[0]['reward_mean']  # the training's
+  assert one[0]['eval_reward'] == free[0]['eval_reward']  # exact
+  assert one[0]['eval_sampled'] == one[0]['eval_greedy']
+  assert one[0]['eval_sampled'] == one[0]['eval_pass_at_4']
+  assert free[0]['eval_sampled'] < free[0]['eval_pass_at_4']
+
+
 @pytest.mark.parametrize(
   'flags, message',
   [
+    (dict(eval_top_k=-1), 'eval_top_k: expected >= 0, got -1'),
+    (dict(eval_top_p=0.0), 'eval_top_p: expected above 0 and at most 1'),
+    (dict(eval_min_p=1.5), 'eval_min_p: expected between 0 and 1, got 1.5'),
+    (dict(eval_temperature=0.0), 'eval_temperature: expected a positive'),
     (dict(advantage='gae'), "unknown advantage 'gae'; there are: dr-grpo"),
     (dict(loss='dpo'), "unknown loss 'dpo'; there are: policy-gradient"),
     (dict(aggregation='mean'), "unknown aggregation 'mean'"),

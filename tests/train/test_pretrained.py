@@ -253,12 +253,12 @@ def change_tensors(folder, new, drop=()):
     ({'use_sliding_window': True}, 'use_sliding_window True is not supp'),
     ({'quantization_config': {'bits': 4}}, 'quantization_config .* not supp'),
     (
-      {'rope_scaling': {'type': 'linear', 'factor': 2.0}},
-      'rope_scaling .*linear.* is not supported, only default',
+      {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}},
+      'rope_scaling .*dynamic.* is not supported, only default',
     ),
     (
-      {'rope_parameters': {'rope_type': 'llama3', 'rope_theta': 1e4}},
-      'rope_parameters .*llama3.* is not supported, only default',
+      {'rope_parameters': {'rope_type': 'longrope', 'rope_theta': 1e4}},
+      'rope_parameters .*longrope.* is not supported, only default',
     ),
     ({'hidden_size': None}, 'the config lacks hidden_size'),
     ({'hidden_size': 'wide'}, "hidden_size is 'wide', expected"),
