@@ -35,7 +35,8 @@ class RopeScaling:
   interpolation, arXiv 2306.15595). With it, those of Llama 3.1: wavelengths
   above `original_context / low_freq_factor` are, those below
   `original_context / high_freq_factor` are not, and what lies between goes over
-  from the one to the other linearly in 1 / wavelength.
+  from the one to the other linearly in 1 / wavelength
+  (https://github.com/meta-llama/llama-models, models/llama3/model.py).
 
   Raises:
     ValueError: a number that is not positive, or bands in the wrong order.
@@ -52,7 +53,7 @@ class RopeScaling:
     given = [x for x in bands if x is not None]
     if len(given) not in (0, 3):
       raise ValueError(f'{self}: the bands need all three numbers')
-    if min([self.factor, *given]) <= 0:
+    if not all(0 < x < float('inf') for x in [self.factor, *given]):
       raise ValueError(f'{self}: expected positive numbers')
     if given and not self.low_freq_factor < self.high_freq_factor:
       raise ValueError(f'{self}: low_freq_factor must be the smaller one')

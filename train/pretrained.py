@@ -71,6 +71,17 @@ _SIZES = (
   ('rms_eps', 'rms_norm_eps', 'attention.layer_norm_rms_epsilon'),
 )
 
+# Field of RopeScaling, its key in config.json, by type.
+_ROPE_SCALINGS = {
+  'linear': {'factor': 'factor'},
+  'llama3': {
+    'factor': 'factor',
+    'low_freq_factor': 'low_freq_factor',
+    'high_freq_factor': 'high_freq_factor',
+    'original_context': 'original_max_position_embeddings',
+  },
+}
+
 # What the decoder computes; a config.json that asks for more is refused.
 _ONLY = {
   'hidden_act': 'silu',
@@ -348,56 +359,56 @@ def _huggingface_config(settings: dict[str, Any]) -> ModelConfig:
       raise PretrainedError(
         f'{key} {settings[key]!r} is not supported, only {only!r}'
       )
-  scaling = None
+  scalings = []
   for key in ('rope_scaling', 'rope_parameters'):  # the older, the newer name
     rope = dict(settings.get(key) or {})
     if 'rope_theta' in rope:
       settings = settings | {'rope_theta': rope.pop('rope_theta')}
-    scaling = _rope_scaling(key, rope) or scaling
+    scalings += [_rope_scaling(key, rope)] * bool(rope)
+  if len(set(scalings)) > 1:
+    raise PretrainedError('rope_scaling and rope_parameters contradict')
   return _model_config(
     {field: (key, settings.get(key)) for field, key, _ in _SIZES},
     tied_embeddings=bool(settings.get('tie_word_embeddings', False)),
     qkv_bias=_FAMILIES[kind].qkv_bias,
     qk_norm=_FAMILIES[kind].qk_norm,
-    rope_scaling=scaling,
+    rope_scaling=scalings[0] if scalings else None,
   )
-
-
-# Field of RopeScaling, its key in config.json, by type.
-_ROPE_SCALINGS = {
-  'linear': {'factor': 'factor'},
-  'llama3': {
-    'factor': 'factor',
-    'low_freq_factor': 'low_freq_factor',
-    'high_freq_factor': 'high_freq_factor',
-    'original_context': 'original_max_position_embeddings',
-  },
-}
 
 
 def _rope_scaling(key: str, rope: dict[str, Any]) -> RopeScaling | None:
   """Reads one of the two entries that may ask for scaled frequencies."""
   kinds = [rope.pop(name, None) for name in ('rope_type', 'type')]
   kind = kinds[0] or kinds[1] or 'default'  # the newer, the older name
-  if kind == 'default' and all(x in (None, 1.0) for x in rope.values()):
+  names = _ROPE_SCALINGS.get(str(kind))
+  # What others say beside it may be neutral.
+  rope = {
+    name: x
+    for name, x in rope.items()
+    if x not in (None, 1.0) or name in (names or {}).values()
+  }
+  if kind == 'default' and not rope:
     return None
-  if kind not in _ROPE_SCALINGS:
+  if names is None:
     raise PretrainedError(
       f'{key} {kind!r} with {rope} is not supported, only default, '
       + ', '.join(_ROPE_SCALINGS)
     )
-  names = _ROPE_SCALINGS[kind]
   for name in names.values():
     value = rope.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
       raise PretrainedError(
-        f'{key} {kind!r}: {name} is {value!r}, expected a number'
+        f'{key} {kind!r}: {name} is {value!r}, expected a positive number'
       )
   if extra := sorted(rope.keys() - set(names.values())):
     raise PretrainedError(
       f'{key} {kind!r} with {_listed(extra)} is not supported'
     )
-  return RopeScaling(**{field: rope[name] for field, name in names.items()})
+  values = {field: float(rope[name]) for field, name in names.items()}
+  if 'original_context' in values:
+    values['original_context'] = int(values['original_context'])
+  return RopeScaling(**values)
 
 
 def _rope_settings(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+"""Stretched RoPE frequencies: by the formulas, and through config.json."""
+
 import dataclasses
 import json
 
@@ -67,6 +69,13 @@ def test_linear_scaling_is_a_slower_clock():
     ({'rope_scaling': SETTINGS}, LLAMA31),
     ({'rope_parameters': SETTINGS | {'rope_theta': 77.0}}, LLAMA31),
     ({'rope_scaling': {'type': 'linear', 'factor': 2}}, RopeScaling(2)),
+    (
+      {
+        'rope_scaling': SETTINGS | {'attention_factor': None},
+        'rope_parameters': SETTINGS | {'partial_rotary_factor': 1.0},
+      },
+      LLAMA31,
+    ),
     ({'rope_scaling': {'rope_type': 'default'}}, None),
     ({'rope_scaling': None}, None),
   ],
@@ -79,7 +88,7 @@ def test_both_spellings_are_read_and_written_back(
   file.write_text(json.dumps(json.loads(file.read_text()) | entry))
   loaded = pretrained.load_huggingface(folder)
   assert loaded.config.rope_scaling == want
-  theta = 77.0 if 'rope_parameters' in entry else 100.0
+  theta = entry.get('rope_parameters', {}).get('rope_theta', 100.0)
   assert loaded.config.rope_theta == theta
   saved = tmp_path / 'saved'
   pretrained.save_huggingface(saved, *loaded, dtype=jnp.bfloat16)
@@ -96,9 +105,15 @@ def test_both_spellings_are_read_and_written_back(
       {'rope_type': 'yarn', 'factor': 4.0},
       "rope_scaling 'yarn'.*is not supported, only default, linear, llama3",
     ),
-    ({'rope_type': 'linear'}, "'linear': factor is None, expected a number"),
-    ({'type': 'linear', 'factor': '4'}, "factor is '4', expected a number"),
-    ({'type': 'linear', 'factor': -1.0}, 'expected positive numbers'),
+    ({'rope_type': 'linear'}, "'linear': factor is None, expected a positive"),
+    (
+      {'type': 'linear', 'factor': '4'},
+      "factor is '4', expected a positive",
+    ),
+    ({'type': 'linear', 'factor': -1.0}, 'factor is -1.0, expected a positive'),
+    ({'type': 'linear', 'factor': float('nan')}, 'factor is nan, expected'),
+    ({'type': 'linear', 'factor': float('inf')}, 'factor is inf, expected'),
+    ({'type': ['linear'], 'factor': 2.0}, r"\['linear'\].*is not supported"),
     (
       SETTINGS | {'high_freq_factor': 0.5},
       'low_freq_factor must be the smaller one',
@@ -115,3 +130,25 @@ def test_what_is_not_understood_is_refused(make_folder, rope, message):
   )
   with pytest.raises(pretrained.PretrainedError, match=message):
     pretrained.load_huggingface(folder)
+
+
+def test_two_entries_that_contradict_are_refused(make_folder):
+  folder = make_folder()
+  file = folder / 'config.json'
+  two = {'type': 'linear', 'factor': 2.0}
+  file.write_text(
+    json.dumps(
+      json.loads(file.read_text())
+      | {'rope_scaling': two, 'rope_parameters': two | {'factor': 4.0}}
+    )
+  )
+  with pytest.raises(pretrained.PretrainedError, match='contradict'):
+    pretrained.load_huggingface(folder)
+
+
+def test_without_scaling_the_frequencies_are_the_plain_ones():
+  config = ModelConfig(7, 8, 1, 2, 1, 128, 8, 64, 5e5, True)
+  cos, sin = _rotation(jnp.array([[1]]), config)
+  angle = frequencies().astype(np.float32)
+  np.testing.assert_array_equal(cos[0, 0, 0], jnp.cos(angle))
+  np.testing.assert_array_equal(sin[0, 0, 0], jnp.sin(angle))
