@@ -15,6 +15,8 @@ IDENTITY = (
   'model',
   'task',
   'task_fingerprint',
+  'stop',
+  'reward',
   'parameters',
   'weights_fingerprint',
   'arm',

@@ -1,9 +1,11 @@
 """The configuration of a run: every flag, its default and its unit."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 from train import advantages, arms, losses, tasks
+from train.data_sets import GYM, load_gym, load_jsonl
 
 COMPUTE_DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
 LOSS_SCALERS = ('auto', 'off')
@@ -31,7 +33,21 @@ class Config:
   the path of a Hugging Face directory."""
   task: str = 'arithmetic'
   """One of: arithmetic, gcd, products, basic_arithmetic, simple_equations,
-  chain_sum, addition."""
+  chain_sum, addition; a JSONL file with questions and answers (GSM8K, MATH);
+  or reasoning_gym:NAME, any of its data sets."""
+  eval_data: Path | None = None
+  """JSONL file of held-out questions; default: a tenth of the task's."""
+  task_config: str = '{}'
+  """Settings of a reasoning_gym:NAME, as JSON."""
+  template: str = 'Question: {question}\nAnswer:'
+  """How a question of a file or of reasoning_gym:NAME is asked."""
+  stop: tuple[str, ...] = ('\nQuestion:',)
+  """Strings that end a completion there, beside end-of-text."""
+  reward: str = ''
+  """module:function(prompt, completion, answer) -> float, for a JSONL file;
+  default: math-verify."""
+  reward_timeout: float = 5.0
+  """Seconds a verdict on one completion may take; then it earns 0."""
   arm: str = 'bf16-sr'
   """Precision of the weights; one of: bf16-sr, bf16-sr-sticky, bf16-sr-pure,
   bf16, bf16-pure, fp16, fp32 (pure: no FP32 shadow)."""
@@ -130,8 +146,11 @@ class Config:
   given keep the value they had."""
 
   def __post_init__(self):  # noqa: D105
+    # As they come back from a run's config.json.
+    object.__setattr__(self, 'stop', tuple(self.stop))
+    if isinstance(self.eval_data, str):
+      object.__setattr__(self, 'eval_data', Path(self.eval_data))
     for name, known in (
-      ('task', tasks.TASKS),
       ('arm', arms.ARMS),
       ('advantage', advantages.ADVANTAGES),
       ('loss', CLIPS),
@@ -179,7 +198,14 @@ class Config:
     ):
       if getattr(self, name) < 0:
         raise ConfigError(f'{name}: expected >= 0, got {getattr(self, name)}')
-    for name in ('lr', 'temperature', 'reward_scale', 'correction_cap'):
+    self._check_task()
+    for name in (
+      'lr',
+      'temperature',
+      'reward_scale',
+      'correction_cap',
+      'reward_timeout',
+    ):
       value = getattr(self, name)
       if not 0 < value < float('inf'):
         raise ConfigError(f'{name}: expected a positive number, got {value}')
@@ -239,6 +265,47 @@ class Config:
     """Parts that an update is worked off in."""
     per_update = self.prompts // self.updates
     return per_update // self.micro_batch if self.micro_batch else 1
+
+  @property
+  def own_data(self) -> bool:
+    """Whether the task is a file or a data set by name."""
+    return self.task.endswith('.jsonl') or self.task.startswith(GYM)
+
+  def load_task(self) -> tasks.Task:
+    """Loads the task that the flags describe.
+
+    Raises:
+      TaskError: see `tasks.load_task`, `data_sets`.
+    """
+    if not self.own_data:
+      return tasks.load_task(
+        self.task, evaluation_size=max(240, self.eval_questions)
+      )
+    options = dict(
+      template=self.template, stops=self.stop, timeout=self.reward_timeout
+    )
+    if self.task.startswith(GYM):
+      settings = json.loads(self.task_config)
+      return load_gym(self.task.removeprefix(GYM), config=settings, **options)
+    return load_jsonl(
+      Path(self.task), held_out=self.eval_data, reward=self.reward, **options
+    )
+
+  def _check_task(self) -> None:
+    if not self.own_data and self.task not in tasks.TASKS:
+      raise ConfigError(
+        f'unknown task {self.task!r}; there are: {", ".join(tasks.TASKS)}, '
+        f'the path of a .jsonl file, or {GYM}NAME'
+      )
+    if not self.task.endswith('.jsonl') and (self.reward or self.eval_data):
+      raise ConfigError('reward and eval_data need a JSONL file as task')
+    try:
+      if not isinstance(json.loads(self.task_config), dict):
+        raise ValueError('expected an object')
+    except ValueError as error:
+      raise ConfigError(f'task_config: {error}') from error
+    if not all(self.stop):
+      raise ConfigError('stop: a stop string must not be empty')
 
   def _check_clips(self) -> None:
     known = dict(zip(('clip_low', 'clip_high'), CLIPS[self.loss], strict=True))

@@ -1,6 +1,7 @@
 """Expected reward on held-out questions: exact, so almost without noise."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from train.answers import Answers
 from train.config import ConfigError
 from train.rollout import Prompts, cast, pad_prompts
 from train.scoring import completion_hidden
-from train.tasks import Task
+from train.tasks import Question, Task
 
 _PROMPTS = 24  # per forward
 
@@ -38,6 +39,12 @@ class Evaluation(NamedTuple):
     """Mean difference and its standard error, paired by question."""
     gain = self.expected - before.expected
     return float(gain.mean()), standard_error(gain, self.identity)
+
+
+def identity(asked: Sequence[Question]) -> np.ndarray:
+  """Which questions are the same, see `Evaluation`: int `[questions]`."""
+  order = {q: i for i, q in enumerate(dict.fromkeys(asked))}
+  return np.array([order[question] for question in asked])
 
 
 def standard_error(
@@ -154,8 +161,7 @@ class Evaluator:
     width = 1 + max(len(e.tokens) for row in endings for e in row)
     tokenizer = answers.tokenizer
     self._asked = len(asked)
-    order = list(dict.fromkeys(asked))
-    self.identity = np.array([order.index(question) for question in asked])
+    self.identity = identity(asked)
     self._batches = []
     for start in range(0, len(asked), _PROMPTS):
       rows = range(start, start + _PROMPTS)

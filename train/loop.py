@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train import arms, plot, pretrained, tasks, trackers
+from train import arms, plot, pretrained, trackers
 from train.checkpoint import IDENTITY, Checkpoints
 from train.config import Config
 from train.evaluate import Evaluation
 from train.policy import load_policy
 from train.progress import Progress
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, settings
 from train.trainer import Trainer
 
 
@@ -49,9 +49,7 @@ def run(config: Config) -> dict[str, Any]:
   trackers.check(config)
   folder = RunFolder(config.out or _default_folder(config), config.resume)
   compute_dtype = _compute_dtype(config)
-  task = tasks.load_task(
-    config.task, evaluation_size=max(240, config.eval_questions)
-  )
+  task = config.load_task()
   print(f'Loading {config.model}', flush=True)
   policy = load_policy(config.model, task)
   trainer = Trainer(config, task, policy, compute_dtype)
@@ -65,9 +63,8 @@ def run(config: Config) -> dict[str, Any]:
     'weights_fingerprint': policy.fingerprint(),
   }
   policy = policy._replace(params=None)  # frees the FP32 copy
-  identity = {
-    name: resolved.get(name, getattr(config, name, None)) for name in IDENTITY
-  }
+  known = settings(config) | resolved
+  identity = {name: known[name] for name in IDENTITY}
   checkpoints = Checkpoints(folder.path, keep=config.keep)
   first = 0
   if config.resume:

@@ -52,6 +52,8 @@ def load_policy(model: str, task: Task) -> Policy:
   if model == 'smollm2':
     loaded = pretrained.load_gguf(pretrained.find_smollm2())
   elif model in ('tiny', 'tiny-wide'):
+    if not task.listed:
+      raise ConfigError(f'{model} is warmed up on built-in tasks only')
     from train import warmup  # only here: it builds on this module
 
     loaded = pretrained.load_huggingface(warmup.tiny(task, model))

@@ -33,7 +33,7 @@ import sr_optax  # noqa: E402
 from train import claims, curves, loop, policy, report, tasks, warmup  # noqa: E402
 from train.config import Config, ConfigError  # noqa: E402
 from train.pretrained import PretrainedError  # noqa: E402
-from train.run_folder import read_config, read_metrics  # noqa: E402
+from train.run_folder import read_config, read_metrics, settings  # noqa: E402
 
 SETS = ('small', 'real', 'quick')
 CORE = ('fp16', 'bf16', 'bf16-sr', 'bf16-sr-sticky')
@@ -314,13 +314,14 @@ def _check(run: Planned) -> Planned:
     ConfigError: which setting differs.
   """
   if (run.config.out / 'config.json').exists():
-    saved = read_config(run.config.out)
+    saved, default = read_config(run.config.out), settings(Config())
+    now = settings(run.config)
     for field in dataclasses.fields(Config):
-      value = getattr(run.config, field.name)
+      value = now[field.name]
       if field.name in ('out', 'resume'):
         continue
       # A flag that is younger than the run had what is its default now.
-      was = saved.get(field.name, field.default)
+      was = saved.get(field.name, default[field.name])
       if was != value:
         raise ConfigError(
           f'{run.config.out}: {field.name} is {was!r}, now '

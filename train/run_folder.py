@@ -53,7 +53,7 @@ class RunFolder:
     """Makes the folder and writes the resolved configuration into it."""
     self.path.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
-    content = dataclasses.asdict(config) | resolved
+    content = settings(config) | resolved
     content |= {'out': str(self.path), 'versions': _versions()}
     content |= {'device': f'{jax.device_count()} x {device.device_kind}'}
     self._write_json('config.json', content)
@@ -81,6 +81,11 @@ class RunFolder:
 
   def _write_json(self, name: str, content: dict[str, Any]) -> None:
     _replace(self.path / name, json.dumps(content, indent=2) + '\n')
+
+
+def settings(config: Config) -> dict[str, Any]:
+  """A configuration as it reads in `config.json`."""
+  return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def _replace(file: Path, text: str) -> None:

@@ -56,12 +56,16 @@ class Task:
     train: Questions to train on, strata in turn. Small strata repeat.
     evaluation: As `train`; shares no question with it.
     best_constant: The most frequent answer in `train`, and its share.
+    stops: Strings that end a completion, beside end-of-text.
+    listed: Whether `accepted` lists all that earns 1.
   """
 
   name: str
   train: tuple[Question, ...]
   evaluation: tuple[Question, ...]
   best_constant: tuple[str, float]
+  stops: tuple[str, ...] = ('\n',)
+  listed: bool = True
 
   def accepted(self, question: Question) -> tuple[str, ...]:
     """Returns every completion (before its terminator) that earns 1."""
@@ -78,6 +82,24 @@ class Task:
       terminated: Whether a newline or eos came before the maximum length.
     """
     return float(bool(terminated) and completion in self.accepted(question))
+
+  def verdicts(
+    self,
+    questions: Sequence[Question],
+    completions: Sequence[str],
+    terminated: Sequence[bool],
+  ) -> list[float | Exception]:
+    """Returns what each completion earns, or what its reward raised."""
+    verdicts: list[float | Exception] = []
+    for question, text, ended in zip(
+      questions, completions, terminated, strict=True
+    ):
+      try:
+        reward = self.reward(question, text, terminated=bool(ended))
+      except Exception as error:  # a user's reward may raise anything
+        reward = error
+      verdicts.append(reward)
+    return verdicts
 
   def fingerprint(self) -> str:
     """Returns a SHA-256 over all questions and answers, in order."""
@@ -263,7 +285,7 @@ def load_task(
     )
   train_strata, evaluation_strata = _split(name, seed)
   judged = _in_turns(train_strata, max(train_size, _JUDGED))
-  answer, share = _best_constant(judged)
+  answer, share = best_constant(judged)
   if share >= MAX_CONSTANT_SHARE:
     raise TaskError(
       f'{name}: always answering {answer!r} would earn {share:.3f}, '
@@ -274,7 +296,7 @@ def load_task(
     name=name,
     train=train,
     evaluation=_in_turns(evaluation_strata, evaluation_size),
-    best_constant=_best_constant(train),
+    best_constant=best_constant(train),
   )
 
 
@@ -344,7 +366,8 @@ def _in_turns(
   return tuple(questions)
 
 
-def _best_constant(questions: Sequence[Question]) -> tuple[str, float]:
+def best_constant(questions: Sequence[Question]) -> tuple[str, float]:
+  """The most frequent answer, and its share."""
   counts = collections.Counter(q.answer for q in questions)
   answer, count = counts.most_common(1)[0]
   return answer, count / len(questions)
@@ -364,15 +387,15 @@ def score(
   """
   rewards = np.zeros(len(questions), np.float32)
   failures = 0
-  for i, (question, completion, ended) in enumerate(
-    zip(questions, completions, terminated, strict=True)
-  ):
+  verdicts = task.verdicts(questions, completions, terminated)
+  for i, verdict in enumerate(verdicts):
     try:
-      reward = float(task.reward(question, completion, terminated=bool(ended)))
-      if not np.isfinite(reward):
+      if isinstance(verdict, Exception):
+        raise verdict
+      if not np.isfinite(reward := float(verdict)):
         raise ValueError(f'the reward is {reward}')
       rewards[i] = reward
-    except Exception as error:  # a user's reward may raise anything
+    except Exception as error:  # a user's reward may be anything
       if not failures:
         warnings.warn(
           f'reward of task {task.name} failed and counts as 0: '

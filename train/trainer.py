@@ -12,7 +12,12 @@ from flax import nnx
 from train import advantages, arms, loss_scale, losses, micro_batch, tasks
 from train.answers import Answers
 from train.config import Config, ConfigError
-from train.evaluate import Evaluation, Evaluator, sampled_evaluation
+from train.evaluate import (
+  Evaluation,
+  Evaluator,
+  identity,
+  sampled_evaluation,
+)
 from train.policy import Policy
 from train.rollout import (
   Completions,
@@ -85,7 +90,10 @@ class Trainer:
     self._config = config
     self._task = task
     self._tokenizer = policy.tokenizer
-    self._answers = Answers(policy.tokenizer, policy.config.vocab_size)
+    self._answers = Answers(
+      policy.tokenizer, policy.config.vocab_size, task.stops
+    )
+    self._asked = task.evaluation[: config.eval_questions]
     self._prompt_width = _prompt_width(self._tokenizer, task)
     longest = self._prompt_width + config.max_new_tokens
     if longest > policy.config.context:
@@ -94,16 +102,18 @@ class Trainer:
         f'{config.max_new_tokens} new tokens exceed the context of '
         f'{config.model}, {policy.config.context} tokens'
       )
-    self._evaluator = Evaluator(
-      policy.graphdef,
-      task,
-      self._answers,
-      questions=config.eval_questions,
-      prompt_width=self._prompt_width,
-      max_new_tokens=config.max_new_tokens,
-      temperature=config.temperature,
-      compute_dtype=compute_dtype,
-    )
+    self._evaluator = None
+    if task.listed:
+      self._evaluator = Evaluator(
+        policy.graphdef,
+        task,
+        self._answers,
+        questions=config.eval_questions,
+        prompt_width=self._prompt_width,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        compute_dtype=compute_dtype,
+      )
     arm = arms.ARMS[config.arm]
     key = jax.random.key(config.seed)
     self._rollout_key, rounding_key, self._eval_key = (
@@ -320,11 +330,34 @@ class Trainer:
   @property
   def question_identity(self) -> np.ndarray:
     """Which held-out questions are the same, see `Evaluation`."""
-    return self._evaluator.identity
+    return identity(self._asked)
 
   def evaluate(self) -> Evaluation:
-    """Expected reward of the policy as it is now, on held-out questions."""
-    return self._evaluator(self.state.params)
+    """Expected reward of the policy as it is now, on held-out questions.
+
+    Exact where the task lists its answers, else the mean of G samples, with
+    the same noise at every evaluation.
+    """
+    if self._evaluator is not None:
+      return self._evaluator(self.state.params)
+    expected = []
+    for start in range(0, len(self._asked), self._config.prompts):
+      asked, count, prompts, key = self._held_out(start)
+      _, rewards, _ = self._sample(
+        asked, prompts, key, self._config.temperature
+      )
+      grouped = rewards.reshape(-1, self._config.group)[:count]
+      expected.append(grouped.mean(axis=1, dtype=np.float64))
+    return Evaluation(np.concatenate(expected), self.question_identity)
+
+  def _held_out(self, start: int):
+    """A batch of held-out questions, filled up, how many count, and its key."""
+    prompts = self._config.prompts
+    asked = list(self._asked[start : start + prompts])
+    count = len(asked)
+    asked += [asked[-1]] * (prompts - count)
+    key = jax.random.fold_in(self._eval_key, start)
+    return asked, count, self._prompts(asked), key
 
   def keep_previous(self) -> None:
     """Remembers the policy: `evaluate_sampled` measures from it, too."""
@@ -340,18 +373,13 @@ class Trainer:
     shape; the last batch is filled up with questions that do not count.
     """
     config = self._config
-    questions = self._task.evaluation[: config.eval_questions]
     samples, greedy = [], []
     others = {'eval_kl_exact': self._reference}
     if self._previous is not None:
       others['eval_kl_step'] = self._previous
     total_kl = dict.fromkeys(others, 0.0)
-    for start in range(0, len(questions), config.prompts):
-      asked = list(questions[start : start + config.prompts])
-      count = len(asked)
-      asked += [asked[-1]] * (config.prompts - count)
-      prompts = self._prompts(asked)
-      key = jax.random.fold_in(self._eval_key, start)
+    for start in range(0, len(self._asked), config.prompts):
+      asked, count, prompts, key = self._held_out(start)
       rounds = []
       for i in range(config.eval_samples // config.group):
         completions, rewards, _ = self._sample(
