@@ -240,7 +240,9 @@ def _draw_bands(
     if np.isnan(mean).all():
       continue
     step = min((run.curves['step'] for run in runs), key=len)
-    ax.plot(step, mean, color=color, label=label)
+    # On top and dashed: what equals fp32 would hide it.
+    style = {'linestyle': '--', 'zorder': 3} if arm == 'fp32' else {}
+    ax.plot(step, mean, color=color, label=label, **style)
     if len(runs) > 2:
       ax.fill_between(step, low, high, color=color, alpha=0.15, linewidth=0)
   ax.set_xlabel('step')
