@@ -188,7 +188,7 @@ class Trainer:
       return divergence(scores, completions.mask)['kl_exact']
 
     support = Support(config.eval_top_k, config.eval_top_p, config.eval_min_p)
-    self._rollout = self._eval_rollout = jax.jit(rollout)
+    self._rollout, self._eval_rollout = jax.jit(rollout), None
     if support != Support():  # else evaluation runs the training's program
       self._eval_rollout = jax.jit(functools.partial(rollout, support=support))
     self._hidden = jax.jit(hidden)

@@ -219,8 +219,8 @@ def trainer(policy, pieces):
   """Asks 7 questions in batches of 5, and notes what is sampled."""
 
   class Spying(Trainer):
-    def _sample(self, questions, prompts, key, temperature):
-      sample = super()._sample(questions, prompts, key, temperature)
+    def _sample(self, questions, prompts, key, temperature, *rollout):
+      sample = super()._sample(questions, prompts, key, temperature, *rollout)
       self.sampled.append((temperature, prompts, *sample[:2]))
       return sample
 

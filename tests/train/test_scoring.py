@@ -165,10 +165,10 @@ def shared_loss(small):
         compute_dtype=jnp.float32,
       ).logprobs
     )
-    total, count = losses.policy_gradient(
+    made = losses.policy_gradient(
       logprobs, jax.lax.stop_gradient(logprobs), advantages, mask
     )
-    return total / count, logprobs
+    return jnp.sum(made.values) / mask.size, logprobs
 
   return run
 
