@@ -66,7 +66,7 @@ class Config:
   reinforce++-baseline."""
   loss: str = 'policy-gradient'
   """policy-gradient (importance-weighted), ppo (clipped), gspo or cispo. With
-  one update per rollout the ratios are 1 and all but gspo agree."""
+  one update per rollout the ratios are 1 and all agree."""
   clip_low: float | None = None
   """How far a ratio may fall below 1; default: 0.2 (ppo), 3e-4 (gspo)."""
   clip_high: float | None = None

@@ -71,7 +71,10 @@ def dump(results: dict[str, Any]) -> str:
   """Results as JSON, a run per line."""
   head = {name: x for name, x in results.items() if name != 'runs'}
   text = json.dumps(head, indent=1, allow_nan=False).removesuffix('\n}')
-  runs = ',\n'.join(json.dumps(run, allow_nan=False) for run in results['runs'])
+  runs = ',\n'.join(
+    json.dumps(run, allow_nan=False, separators=(',', ':'))
+    for run in results['runs']
+  )
   return f'{text},\n "runs": [\n{runs}\n]}}\n'
 
 

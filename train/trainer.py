@@ -267,10 +267,11 @@ class Trainer:
       if sum(part.trained.sum() for part in parts) >= rewards.size:
         break
     rewards = np.concatenate([part.rewards for part in parts])
-    groups = rewards.reshape(-1, config.group)
     sampling |= {
       'reward_mean': float(rewards.mean()),
-      'mixed_groups': float((groups.min(1) < groups.max(1)).mean()),
+      'mixed_groups': float(
+        advantages.mixed_groups(rewards, config.group).mean()
+      ),
       'rollouts': len(parts),
     }
     if len(parts) == 1:
