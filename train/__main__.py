@@ -13,10 +13,11 @@ os.environ['XLA_FLAGS'] = (
 
 import tyro  # noqa: E402 - JAX reads XLA_FLAGS when it is imported
 
-from train import loop  # noqa: E402
+from train import loop, processes  # noqa: E402
 from train.config import Config, ConfigError  # noqa: E402
 from train.pretrained import PretrainedError  # noqa: E402
 from train.run_folder import read_config  # noqa: E402
+from train.sharding import MeshError  # noqa: E402
 from train.tasks import TaskError  # noqa: E402
 
 
@@ -41,8 +42,10 @@ def parse() -> Config:
 def main() -> int:
   """Runs; 2 for what the user can mend, 128 + signal when told to stop."""
   try:
-    loop.run(parse())
-  except (ConfigError, PretrainedError, TaskError, OSError) as error:
+    config = parse()
+    processes.initialize(config)
+    loop.run(config)
+  except (ConfigError, MeshError, PretrainedError, TaskError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   except FloatingPointError as error:
@@ -58,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(processes.leave(main()))

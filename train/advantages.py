@@ -81,7 +81,10 @@ def reinforce_pp_baseline(rewards: jax.Array, group: int) -> jax.Array:
 
 def _centred(rewards, group):
   grouped = rewards.reshape(-1, group)
-  return grouped - jnp.mean(grouped, axis=1, keepdims=True)
+  # From the smallest: equal rewards then give 0, which the rounding of a mean
+  # would not, and GRPO would divide that by next to nothing.
+  above = grouped - jnp.min(grouped, axis=1, keepdims=True)
+  return above - jnp.mean(above, axis=1, keepdims=True)
 
 
 ADVANTAGES: dict[str, Callable[[jax.Array, int], jax.Array]] = {

@@ -15,6 +15,7 @@ IDENTITY = (
   'model',
   'task',
   'task_fingerprint',
+  'prompt_fingerprint',
   'stop',
   'reward',
   'parameters',

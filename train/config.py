@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from train import advantages, arms, losses, tasks
+from train import advantages, arms, losses, sharding, tasks
 from train.data_sets import GYM, load_gym, load_jsonl
 
 COMPUTE_DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
@@ -18,6 +18,8 @@ CLIPS = {
   'gspo': (3e-4, 4e-4),
   'cispo': (None, 4.0),
 }
+# Few-shot style, for models that continue a text.
+_TEMPLATE, _STOP = 'Question: {question}\nAnswer:', ('\nQuestion:',)
 
 
 class ConfigError(ValueError):
@@ -39,10 +41,19 @@ class Config:
   """JSONL file of held-out questions; default: a tenth of the task's."""
   task_config: str = '{}'
   """Settings of a reasoning_gym:NAME, as JSON."""
-  template: str = 'Question: {question}\nAnswer:'
-  """How a question of a file or of reasoning_gym:NAME is asked."""
-  stop: tuple[str, ...] = ('\nQuestion:',)
-  """Strings that end a completion there, beside end-of-text."""
+  template: str | None = None
+  """How a question of a file or of reasoning_gym:NAME is asked; default:
+  'Question: {question}\\nAnswer:', by a chat template '{question}'."""
+  stop: tuple[str, ...] | None = None
+  """Strings that end a completion there, beside end-of-text; default:
+  '\\nQuestion:', by a chat template none."""
+  chat_template: str = 'none'
+  """What a question is wrapped in: none; model (the chat template of an
+  instruct model, which --model brings along); or the path of a Jinja file."""
+  system_prompt: str = ''
+  """What the system says before a question; needs a chat template."""
+  chat_template_args: str = '{}'
+  """Variables of the chat template, as JSON: '{"enable_thinking": false}'."""
   reward: str = ''
   """module:function(prompt, completion, answer) -> float, for a JSONL file;
   default: math-verify."""
@@ -96,6 +107,18 @@ class Config:
   """Of prompts, samples and rounding."""
   out: Path | None = None
   """Run folder, new or empty; default: runs/DATE-MODEL-TASK-ARM."""
+  mesh: str = 'data=1,fsdp=-1,tensor=1'
+  """Devices along each axis, -1: the rest. Prompts and completions are spread
+  over data and fsdp, weights over fsdp and tensor."""
+  distributed: bool = False
+  """One of several processes, all started with the same flags; JAX finds the
+  others by itself on TPU slices, under SLURM, Open MPI and on GKE."""
+  coordinator_address: str | None = None
+  """HOST:PORT of the first process, where JAX does not find it by itself."""
+  num_processes: int | None = None
+  """How many there are, likewise."""
+  process_id: int | None = None
+  """Which of them this is, from 0, likewise."""
   compute_dtype: str = 'auto'
   """Of activations and gradients: float32, bfloat16, float16, or auto (the
   arm's; on a CPU float32, because BF16 and FP16 products are slow there)."""
@@ -147,7 +170,8 @@ class Config:
 
   def __post_init__(self):  # noqa: D105
     # As they come back from a run's config.json.
-    object.__setattr__(self, 'stop', tuple(self.stop))
+    if self.stop is not None:
+      object.__setattr__(self, 'stop', tuple(self.stop))
     if isinstance(self.eval_data, str):
       object.__setattr__(self, 'eval_data', Path(self.eval_data))
     for name, known in (
@@ -199,6 +223,7 @@ class Config:
       if getattr(self, name) < 0:
         raise ConfigError(f'{name}: expected >= 0, got {getattr(self, name)}')
     self._check_task()
+    self._check_chat()
     for name in (
       'lr',
       'temperature',
@@ -243,6 +268,7 @@ class Config:
         f'kl_penalty needs kl_every=1 (a reference at every step), got '
         f'kl_every={self.kl_every}'
       )
+    self._check_processes()
     if self.resume and self.out is None:
       raise ConfigError('resume: name the run folder with --out')
     if self.eval_samples % self.group:
@@ -281,8 +307,12 @@ class Config:
       return tasks.load_task(
         self.task, evaluation_size=max(240, self.eval_questions)
       )
+    chat = self.chat_template != 'none'
+    template, stops = ('{question}', ()) if chat else (_TEMPLATE, _STOP)
     options = dict(
-      template=self.template, stops=self.stop, timeout=self.reward_timeout
+      template=template if self.template is None else self.template,
+      stops=stops if self.stop is None else self.stop,
+      timeout=self.reward_timeout,
     )
     if self.task.startswith(GYM):
       settings = json.loads(self.task_config)
@@ -304,8 +334,39 @@ class Config:
         raise ValueError('expected an object')
     except ValueError as error:
       raise ConfigError(f'task_config: {error}') from error
-    if not all(self.stop):
+    if not all(self.stop or ()):
       raise ConfigError('stop: a stop string must not be empty')
+
+  def _check_chat(self) -> None:
+    try:
+      variables = json.loads(self.chat_template_args)
+      if not isinstance(variables, dict):
+        raise ValueError('expected an object')
+    except ValueError as error:
+      raise ConfigError(f'chat_template_args: {error}') from error
+    if self.chat_template == 'none' and (self.system_prompt or variables):
+      raise ConfigError(
+        'system_prompt and chat_template_args need a chat_template'
+      )
+
+  def _check_processes(self) -> None:
+    sharding.parse_mesh(self.mesh)
+    named = self.coordinator_address, self.num_processes, self.process_id
+    given = [x is not None for x in named]
+    if any(given) and not (all(given) and self.distributed):
+      raise ConfigError(
+        'coordinator_address, num_processes and process_id go together, and '
+        'with distributed'
+      )
+    if all(given) and not 0 <= self.process_id < self.num_processes:
+      raise ConfigError(
+        f'process_id: expected 0 to {self.num_processes - 1}, got '
+        f'{self.process_id}'
+      )
+    if self.distributed and self.out is None:
+      raise ConfigError(
+        'distributed: name a run folder that all processes see with --out'
+      )
 
   def _check_clips(self) -> None:
     known = dict(zip(('clip_low', 'clip_high'), CLIPS[self.loss], strict=True))

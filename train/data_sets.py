@@ -5,11 +5,15 @@ worker processes decide. Train and held-out questions are distinct.
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,8 @@ GYM = 'reasoning_gym:'
 _QUESTIONS, _ANSWERS = ('question', 'problem', 'prompt'), ('answer', 'solution')
 _HELD_OUT = 0.1  # of the distinct questions, where no file names them
 _GYM_ITEMS = 4000
-_GARBAGE = ('', ' ', 'abc', '0' * 50, 'yes', 'I do not know.')
+# No zeros: they are a right answer where it is 0, or within a tolerance of it.
+_GARBAGE = ('', ' ', 'abc', '7' * 50, 'yes', 'I do not know.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,37 +134,96 @@ def load_gym(
 
   Args:
     name: of the data set, such as `chain_sum`.
-    config: its own settings.
+    config: its own settings, among them `size`, the number of questions drawn
+      (4000; some data sets take a tenth of a second for each), and `seed`.
     template: text with `{question}` in it.
     stops: strings that end a completion, beside end-of-text.
     timeout: seconds a verdict may take.
 
   Raises:
-    TaskError: unknown name or setting; or the data set's scorer does not pay
-      its own answers, or pays garbage.
+    TaskError: unknown name or setting; an entry that cannot be written down;
+      or the data set's scorer does not pay its own answers, or pays garbage.
   """
-  import reasoning_gym  # here because the import takes seconds
-
-  try:
-    data_set = reasoning_gym.create_dataset(
-      name, seed=0, size=_GYM_ITEMS, **(config or {})
-    )
-    items = list(data_set)
-  except Exception as error:  # each data set raises what it likes
-    raise TaskError(f'{GYM}{name}: {error}') from error
-  pool = {}
-  for item in items:
-    text = template.replace('{question}', item['question'])
-    pool[text] = verifiers.encode_entry(item)
-  pairs = [(k, _freeze(v)) for k, v in (config or {}).items()]
-  verifier = verifiers.ReasoningGymVerifier(name, tuple(pairs))
-  _self_check(name, verifier, list(pool.values())[:20])
+  pool = {
+    template.replace('{question}', question): entry
+    for question, entry in _drawn(name, config or {}).items()
+  }
+  verifier = _gym_verifier(name, config or {})
   train, evaluation = _split(pool, _HELD_OUT)
 
   def shown(entry: str) -> str:
     return str(ast.literal_eval(entry)['answer'])
 
   return _task(name, train, evaluation, stops, verifier, timeout, shown)
+
+
+def _drawn(name: str, config: dict[str, Any]) -> dict[str, str]:
+  """What `draw_gym` returns, from a process with a fixed hash seed.
+
+  Some data sets go through sets in their order or use Python's global
+  generator. Resumed runs, and all processes of one, must ask the same.
+  """
+  folders = [str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH')]
+  path = os.pathsep.join(filter(None, folders))
+  done = subprocess.run(
+    # -P: whatever lies in the current directory is not imported.
+    [sys.executable, '-P', '-c', 'from train import data_sets as d; d._main()'],
+    input=json.dumps([name, config]),
+    env=os.environ | {'PYTHONHASHSEED': '0', 'PYTHONPATH': path},
+    capture_output=True,
+    text=True,
+  )
+  if done.returncode:
+    reason = done.stderr.strip().rpartition('\n')[2]
+    raise TaskError(f'{GYM}{name}: {reason or done.returncode}')
+  pool, problem = json.loads(done.stdout)
+  if problem is not None:
+    raise TaskError(problem)
+  return pool
+
+
+def _main() -> None:
+  """What `_drawn` runs: arguments and result are JSON."""
+  pool, problem = {}, None
+  with contextlib.redirect_stdout(sys.stderr):  # some data sets print
+    try:
+      pool = draw_gym(*json.load(sys.stdin))
+    except TaskError as error:
+      problem = str(error)
+  print(json.dumps([pool, problem]))
+
+
+def draw_gym(name: str, config: dict[str, Any]) -> dict[str, str]:
+  """Draws a data set of reasoning-gym and checks its scorer.
+
+  Args:
+    name: of the data set.
+    config: its own settings.
+
+  Returns:
+    Entries, see `verifiers.encode_entry`, by question.
+
+  Raises:
+    TaskError: see `load_gym`.
+  """
+  import reasoning_gym  # here because the import takes seconds
+
+  random.seed(0)
+  np.random.seed(0)
+  try:
+    data_set = reasoning_gym.create_dataset(
+      name, **{'seed': 0, 'size': _GYM_ITEMS} | config
+    )
+    pool = {x['question']: verifiers.encode_entry(x) for x in data_set}
+  except Exception as error:  # each data set raises what it likes
+    raise TaskError(f'{GYM}{name}: {error}') from error
+  _self_check(name, _gym_verifier(name, config), list(pool.values())[:20])
+  return pool
+
+
+def _gym_verifier(name, config) -> verifiers.ReasoningGymVerifier:
+  pairs = ((key, _freeze(value)) for key, value in config.items())
+  return verifiers.ReasoningGymVerifier(name, tuple(pairs))
 
 
 def _freeze(value: Any) -> Any:
@@ -174,11 +238,14 @@ def _self_check(name, verifier, entries: Sequence[str]) -> None:
       return 0.0
 
   for entry in entries:
-    gold = str(ast.literal_eval(entry)['answer'])
+    gold = ast.literal_eval(entry)['answer']
+    if gold is None:
+      raise TaskError(f'{GYM}{name}: it has no answers to check its scorer by')
+    gold = str(gold)
     if pays(gold, entry) < 1:
       raise TaskError(f'{GYM}{name}: its scorer refuses its answer {gold!r}')
     for text in _GARBAGE:
-      if text.strip() != gold and pays(text, entry) > 0:
+      if text.strip().lower() != gold.lower() and pays(text, entry) > 0:
         raise TaskError(f'{GYM}{name}: its scorer pays for {text[:20]!r}')
 
 
@@ -186,7 +253,8 @@ def _read(file: Path, *, checked: bool) -> dict[str, str]:
   """Gold answers by question; the first of equal questions counts."""
   rows: dict[str, str] = {}
   try:
-    lines = file.read_text(encoding='utf-8').splitlines()
+    # Not `splitlines`: JSON strings may hold U+2028 and the like.
+    lines = file.read_text(encoding='utf-8').split('\n')
   except (OSError, UnicodeDecodeError) as error:
     raise TaskError(f'cannot read {file}: {error}') from error
   for number, line in enumerate(lines, 1):

@@ -166,7 +166,8 @@ class Evaluator:
     for start in range(0, len(asked), _PROMPTS):
       rows = range(start, start + _PROMPTS)
       prompts = [
-        tokenizer.encode(asked[min(i, len(asked) - 1)].prompt) for i in rows
+        tokenizer.encode_prompt(asked[min(i, len(asked) - 1)].prompt)
+        for i in rows
       ]
       tokens = np.zeros((_PROMPTS, group, width), np.int32)
       lengths = np.full((_PROMPTS, group), -1, np.int32)  # -1: no sequence

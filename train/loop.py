@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train import arms, plot, pretrained, trackers
+from train import arms, plot, pretrained, processes, sharding, trackers
+from train.chat import load_chat
 from train.checkpoint import IDENTITY, Checkpoints
 from train.config import Config
 from train.evaluate import Evaluation
-from train.policy import load_policy
+from train.policy import Policy, load_policy
 from train.progress import Progress
 from train.run_folder import RunFolder, settings
+from train.tasks import Task
 from train.trainer import Trainer
 
 
@@ -37,21 +39,47 @@ def run(config: Config) -> dict[str, Any]:
   """Runs one configuration, or resumes it.
 
   Returns:
-    The summary, as written to `summary.json`.
+    The summary, as written to `summary.json`; an empty one on all but the
+    first of several processes.
 
   Raises:
-    ConfigError, PretrainedError, TaskError: before anything is written;
-      CheckpointError, a ConfigError, also when a checkpoint cannot be saved.
+    ConfigError, MeshError, PretrainedError, TaskError: before anything is
+      written; CheckpointError, a ConfigError, also when none can be saved.
     FloatingPointError: where training diverges.
     Interrupted: after SIGTERM or SIGINT.
   """
   started = time.monotonic()
   trackers.check(config)
-  folder = RunFolder(config.out or _default_folder(config), config.resume)
+  mesh = sharding.make_mesh(config.mesh)
+  folder = RunFolder(
+    config.out or _default_folder(config),
+    config.resume,
+    write=processes.first(),
+  )
   compute_dtype = _compute_dtype(config)
   task = config.load_task()
-  print(f'Loading {config.model}', flush=True)
-  policy = load_policy(config.model, task)
+  processes.say(f'Loading {config.model}')
+  policy = load_policy(config.model, task, mesh)
+  if config.chat_template != 'none':
+    tokenizer = load_chat(
+      policy.tokenizer,
+      config.chat_template,
+      system_prompt=config.system_prompt,
+      variables=json.loads(config.chat_template_args),
+    )
+    policy = policy._replace(tokenizer=tokenizer)
+  with jax.set_mesh(mesh):
+    return _run(config, task, policy, folder, compute_dtype, started)
+
+
+def _run(
+  config: Config,
+  task: Task,
+  policy: Policy,
+  folder: RunFolder,
+  compute_dtype: jnp.dtype,
+  started: float,
+) -> dict[str, Any]:
   trainer = Trainer(config, task, policy, compute_dtype)
   resolved = {
     'compute_dtype': jnp.dtype(compute_dtype).name,
@@ -60,6 +88,7 @@ def run(config: Config) -> dict[str, Any]:
     'best_constant_share': task.best_constant[1],
     'parameters': sum(x.size for x in jax.tree.leaves(policy.params)),
     'task_fingerprint': task.fingerprint(),
+    'prompt_fingerprint': policy.tokenizer.prompt_fingerprint,
     'weights_fingerprint': policy.fingerprint(),
   }
   policy = policy._replace(params=None)  # frees the FP32 copy
@@ -71,8 +100,8 @@ def run(config: Config) -> dict[str, Any]:
     folder.warn_of_other_versions()
     if checkpoints.latest_step() is not None:
       first, trainer.state = checkpoints.restore(trainer.state, identity)
-  folder.create(config, **resolved)
-  folder.keep_metrics(first)
+  processes.on_first(lambda: folder.create(config, **resolved))
+  processes.on_first(lambda: folder.keep_metrics(first))
   _announce(config, resolved, folder.path, first)
 
   def save(step: int) -> None:
@@ -80,8 +109,10 @@ def run(config: Config) -> dict[str, Any]:
 
   with (
     _Signals() as signals,
-    Progress(config.steps, first) as progress,
-    trackers.Trackers(config, folder, first) as tracked,
+    Progress(config.steps, first, quiet=not processes.first()) as progress,
+    trackers.Trackers(
+      config, folder, first, write=processes.first()
+    ) as tracked,
   ):
     progress.note('evaluating held-out questions')
     before = latest = _evaluation_before(folder, trainer, first)
@@ -105,11 +136,12 @@ def run(config: Config) -> dict[str, Any]:
       progress.step(record)
       every = config.checkpoint_every
       final = last and config.save_final
-      if final or signals.received or (every and (step + 1) % every == 0):
+      told = signals.told()
+      if final or told or (every and (step + 1) % every == 0):
         save(step + 1)
-      if signals.received and not last:
+      if told and not last:
         raise Interrupted(
-          signals.received,
+          told,
           f'stopped after step {step + 1}; its checkpoint is saved. Go on '
           f'with: python -m train --resume --out {folder.path}',
         )
@@ -123,7 +155,11 @@ def run(config: Config) -> dict[str, Any]:
       nnx.to_pure_dict(trainer.state.params),
       policy.tokenizer,
       dtype=arms.ARMS[config.arm].param_dtype,
+      fetch=processes.fetch,
+      write=processes.first(),
     )
+  if not processes.first():
+    return {}
   summary = _summary(folder, before, latest) | {
     'best_constant': task.best_constant[0],
     'best_constant_share': task.best_constant[1],
@@ -142,6 +178,10 @@ class _Signals:
 
   def __init__(self):
     self.received = 0
+
+  def told(self) -> int:
+    """The signal that this or another process has received, or 0."""
+    return processes.highest(self.received)
 
   def __enter__(self) -> '_Signals':
     self._previous = {
@@ -173,7 +213,8 @@ def _evaluation_before(
     expected = np.array(json.loads(path.read_text()))
     return Evaluation(expected, trainer.question_identity)
   before = trainer.evaluate()
-  path.write_text(json.dumps(before.expected.tolist()) + '\n')
+  if processes.first():
+    path.write_text(json.dumps(before.expected.tolist()) + '\n')
   return before
 
 
@@ -233,14 +274,17 @@ def _announce(config: Config, resolved, path: Path, first: int) -> None:
   scaling = ''
   if arm.loss_scaling:
     scaling = f'; loss scaling {resolved["loss_scaling"]}'
-  print(
+  mesh = ', '.join(
+    f'{axis} {size}' for axis, size in jax.sharding.get_mesh().shape.items()
+  )
+  mesh = f' ({mesh})' if jax.device_count() > 1 else ''
+  processes.say(
     f'{config.model}: {resolved["parameters"] / 1e6:.1f}M parameters in '
     f'{arm.param_dtype}{rounding}; computing in {resolved["compute_dtype"]} on '
-    f'{jax.device_count()} x {jax.devices()[0].device_kind}{scaling}\n'
+    f'{jax.device_count()} x {jax.devices()[0].device_kind}{mesh}{scaling}\n'
     f'{config.task}: {config.prompts} prompts x {config.group} completions a '
     f'step, learning rate {config.lr:g}, seed {config.seed}\n'
-    f'Run folder: {path}' + (f', resumed after step {first}' if first else ''),
-    flush=True,
+    f'Run folder: {path}' + (f', resumed after step {first}' if first else '')
   )
 
 

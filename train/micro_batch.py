@@ -11,12 +11,17 @@ from typing import Any
 import jax
 from jax import lax
 
+from train.sharding import ROWS, constrain
+
 
 def split(tree: Any, parts: int) -> Any:
   """Cuts the rows of every leaf: `[R, ...]` to `[parts, R / parts, ...]`."""
-  return jax.tree.map(
-    lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), tree
-  )
+
+  def cut(x):
+    x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    return constrain(x, None, ROWS)
+
+  return jax.tree.map(cut, tree)
 
 
 def join(tree: Any) -> Any:

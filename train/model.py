@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train.sharding import ROWS, constrain, gathered
+
 _MASKED = -1e30  # finite: a query without any visible key must not give NaN
 
 
@@ -232,7 +234,12 @@ class Decoder(nnx.Module):
     def layer(carry, xs):
       x, cache = carry
       index, weights, prefix = xs
-      w = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), weights)
+      w = _matrices(
+        {
+          name: gathered(leaf.astype(compute_dtype), f'blocks/{name}')
+          for name, leaf in weights.items()
+        }
+      )
       y = _rms_norm(x, w['attention_norm'], eps)
       q, k, v = _project(y, w, self.config.head_width, rotation, eps, precision)
       own = KeyValues(k, v)
@@ -251,30 +258,55 @@ class Decoder(nnx.Module):
       segments = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), segments)
       y = _attend(q, segments, mask, precision)
       x += _linear(y.reshape(*y.shape[:2], -1), w['o'], precision)
+      x = constrain(x, ROWS)
       y = _rms_norm(x, w['mlp_norm'], eps)
       gate = _linear(y, w['gate'], precision)
       y = jax.nn.silu(gate) * _linear(y, w['up'], precision)
-      x += _linear(y, w['down'], precision)
+      y = constrain(y, ROWS, None, 'tensor')
+      x = constrain(x + _linear(y, w['down'], precision), ROWS)
       return (x, cache), own if cache is None else None
 
     # Elementwise work is always redone in the backward pass: it is cheap, and
     # what it would keep is more than the products' results.
     keep = None if remat else jax.checkpoint_policies.dots_saveable
     layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
-    weights = _matrices(nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param)))
-    x = self.embed[...][tokens].astype(compute_dtype)  # [B, T, D]
+    weights = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
+    x = gathered(self.embed[...], 'embed')[tokens].astype(compute_dtype)
+    x = constrain(x, ROWS)  # [B, T, D]
     xs = (jnp.arange(self.config.layers), weights, prefix)
     (x, cache), own = jax.lax.scan(layer, (x, cache), xs)
     x = _rms_norm(x, self.norm[...].astype(compute_dtype), eps)
     return x, own if cache is None else cache
 
-  def logits(self, hidden: jax.Array, *, compute_dtype) -> jax.Array:
-    """Logits, float32 `[..., V]`, of hidden states `[..., D]`."""
+  def head_weights(self, compute_dtype) -> jax.Array:
+    """What `logits` multiplies by, `[V, D]` or `[D, V]`, gathered."""
+    name = 'embed' if self.config.tied_embeddings else 'head'
+    return gathered(getattr(self, name)[...].astype(compute_dtype), name)
+
+  def logits(
+    self,
+    hidden: jax.Array,
+    *,
+    compute_dtype,
+    weights: jax.Array | None = None,
+  ) -> jax.Array:
+    """Logits of hidden states.
+
+    Args:
+      hidden: `[..., D]`.
+      compute_dtype: of the product.
+      weights: from `head_weights`, for many calls in a loop.
+
+    Returns:
+      float32 `[..., V]`.
+    """
+    if weights is None:
+      weights = self.head_weights(compute_dtype)
     tied = self.config.tied_embeddings
     return jnp.einsum(
       '...d,vd->...v' if tied else '...d,dv->...v',
       hidden.astype(compute_dtype),
-      (self.embed if tied else self.head)[...].astype(compute_dtype),
+      weights,
       precision=_precision(compute_dtype),
       preferred_element_type=jnp.float32,
     )
@@ -285,7 +317,8 @@ def init_cache(
 ) -> KeyValues:
   """An empty decoding cache of `length` slots, `[L, B, S, K, H]`."""
   shape = (config.layers, batch, length, config.kv_heads, config.head_width)
-  return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+  empty = constrain(jnp.zeros(shape, dtype), None, ROWS, None, 'tensor')
+  return KeyValues(empty, empty)
 
 
 def _precision(compute_dtype) -> jax.lax.Precision:
@@ -312,10 +345,10 @@ def _visible(valid, prefix_valid, slots, cache_index):
 
 
 def _matrices(weights):
-  """Weights of all layers with the heads merged into one axis."""
-  layers, width = weights['q'].shape[:2]
-  merged = {name: weights[name].reshape(layers, width, -1) for name in 'qkv'}
-  return weights | merged | {'o': weights['o'].reshape(layers, -1, width)}
+  """Weights of a layer with the heads merged into one axis."""
+  width = weights['q'].shape[0]
+  merged = {name: weights[name].reshape(width, -1) for name in 'qkv'}
+  return weights | merged | {'o': weights['o'].reshape(-1, width)}
 
 
 def _linear(x, weight, precision):
@@ -359,7 +392,12 @@ def _rotate(x, rotation):
 def _project(x, w, head_width, rotation, eps, precision):
   """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]` of one layer."""
   q, k, v = (
-    _linear(x, w[name], precision).reshape(*x.shape[:2], -1, head_width)
+    constrain(
+      _linear(x, w[name], precision).reshape(*x.shape[:2], -1, head_width),
+      ROWS,
+      None,
+      'tensor',
+    )
     for name in 'qkv'
   )
   if 'q_bias' in w:

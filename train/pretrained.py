@@ -7,9 +7,11 @@ its axes are ordered there; loading and saving both follow it.
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,18 +33,74 @@ class Pretrained(NamedTuple):
 
   Attributes:
     config: Sizes and options of the decoder.
-    params: Nested dict of NumPy arrays, stacked over layers, in the dtype of
-      the checkpoint (float32 for GGUF).
+    stored: Nested dict of `Stored`, stacked over layers.
     tokenizer: Its tokenizer.
   """
 
   config: ModelConfig
-  params: dict[str, Any]
+  stored: dict[str, Any]
   tokenizer: Tokenizer
+
+  def read(self) -> dict[str, Any]:
+    """All parameters, as NumPy arrays in the checkpoint's dtype.
+
+    That of GGUF files is float32.
+    """
+    return jax.tree.map(lambda stored: stored[...], self.stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """A parameter in a checkpoint; what is indexed is read, and no more."""
+
+  shape: tuple[int, ...]
+  _place: '_Place'
+  # (name of a tensor, the window to read) -> array
+  _read: Callable[[str, tuple[slice, ...]], np.ndarray]
+
+  @property
+  def ndim(self) -> int:
+    """Number of axes."""
+    return len(self.shape)
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    """Reads a part.
+
+    Args:
+      index: a slice of step 1 for every axis; `...` reads all.
+    """
+    if index is ...:
+      index = (slice(None),) * self.ndim
+    place = self._place
+    if place.stacked:
+      names = place.names[index[0]]
+      return np.stack([self._tensor(name, index[1:]) for name in names])
+    return self._tensor(place.names[0], index)
+
+  def __array__(self, dtype=None, copy=None) -> np.ndarray:  # noqa: D105
+    return np.asarray(self[...], dtype)
+
+  def _tensor(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    place = self._place
+    window, inner, shape = [], [], []
+    order = iter(np.argsort(place.order))
+    for word in place.words:  # axes that are one dimension in the file
+      first, *others = (next(order) for _ in word)
+      start, stop, _ = index[first].indices(word[0])
+      step = math.prod(word[1:])
+      window.append(slice(start * step, stop * step))
+      inner += [slice(None), *(index[axis] for axis in others)]
+      shape += [stop - start, *word[1:]]
+    part = self._read(name, tuple(window)).reshape(shape)[tuple(inner)]
+    return np.ascontiguousarray(part.transpose(place.order))
 
 
 class PretrainedError(ValueError):
   """A checkpoint that cannot be used; the message says which and why."""
+
+
+_WHOLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
+_FILE_BYTES = 5 * 10**9  # of weights in a file, as `transformers` splits them
 
 
 class _Family(NamedTuple):
@@ -183,8 +241,8 @@ def load_huggingface(path: str | Path) -> Pretrained:
     }
     tokenizer = HuggingFaceTokenizer.from_directory(path)
 
-    def read(name):
-      return files[name].get_tensor(name)
+    def read(name, window):
+      return slices[name][window]
 
     return _build(config, 'huggingface', shapes, read, tokenizer)
 
@@ -210,12 +268,12 @@ def load_gguf(path: str | Path) -> Pretrained:
     config = _gguf_config(reader, tied='output.weight' not in tensors)
     heads = {'attn_q.weight': config.heads, 'attn_k.weight': config.kv_heads}
 
-    def read(name):
+    def read(name, window):
       tensor = tensors[name]
       weight = gguf.dequantize(tensor.data, tensor.tensor_type)
       count = heads.get(name.split('.', 2)[-1])
       weight = weight if count is None else _uninterleave(weight, count)
-      return weight.astype(np.float32, copy=False)
+      return weight[window].astype(np.float32, copy=False)
 
     # GGUF lists the fastest dimension first.
     shapes = {n: tuple(map(int, t.shape[::-1])) for n, t in tensors.items()}
@@ -247,15 +305,21 @@ def save_huggingface(
   tokenizer: Tokenizer,
   *,
   dtype: Any,
+  fetch: Callable[[Any], np.ndarray] = np.asarray,
+  write: bool = True,
 ) -> None:
   """Writes a directory that `transformers` loads, whole or not at all.
+
+  Files hold 5 GB at most, and no more is in memory at a time.
 
   Args:
     path: The folder. One that holds nothing but an earlier save is replaced.
     config: Sizes and options of the decoder.
-    params: Its parameters, as in `Pretrained`; NumPy or JAX arrays.
+    params: Its parameters, as in `Pretrained.read`; NumPy or JAX arrays.
     tokenizer: Its tokenizer.
     dtype: Of the saved weights; a narrower one rounds to nearest.
+    fetch: Makes a parameter a whole NumPy array.
+    write: False on all but one of several processes that fetch together.
 
   Raises:
     PretrainedError: The folder holds something else, no family has these
@@ -270,17 +334,22 @@ def save_huggingface(
       for key in ('bos_token_id', 'eos_token_id', 'pad_token_id')
     },
   }
-  written = {
-    *contents,
-    'model.safetensors',
-    'tokenizer.json',
-    'tokenizer_config.json',
-  }
+  written = {*contents, 'tokenizer.json', 'tokenizer_config.json'}
   if path.exists() and (
-    not path.is_dir() or {file.name for file in path.iterdir()} - written
+    not path.is_dir()
+    or {
+      file.name
+      for file in path.iterdir()
+      if not re.fullmatch(r'model.*\.safetensors(\.index\.json)?', file.name)
+    }
+    - written
   ):
     raise PretrainedError(f'{path} exists and holds something else')
-  tensors = dict(_flat_tensors(config, params, dtype))
+  tensors = _flat_tensors(config, params, dtype, fetch)
+  if not write:
+    for _ in tensors:
+      pass
+    return
   new = path.with_name(f'.{path.name}.{os.getpid()}.new')
   old = new.with_suffix('.old')
   try:
@@ -288,9 +357,7 @@ def save_huggingface(
     for name, content in contents.items():
       (new / name).write_text(json.dumps(content, indent=2) + '\n')
     tokenizer.save(new)
-    safetensors.numpy.save_file(
-      tensors, new / 'model.safetensors', metadata={'format': 'pt'}
-    )
+    _save_safetensors(new, _files(config, dtype), tensors)
     if path.exists():
       path.rename(old)
     try:
@@ -324,7 +391,7 @@ def _blaming(path: Path) -> Iterator[None]:
 
 def _open_safetensors(path: Path) -> dict[str, Any]:
   """Returns the open file of each tensor."""
-  index = path / 'model.safetensors.index.json'
+  index = path / _INDEX
   if index.is_file():
     names = read_json(index).get('weight_map')
     if not isinstance(names, dict):
@@ -332,8 +399,8 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
     shards = [path / name for name in sorted(set(names.values()))]
     if lost := [shard.name for shard in shards if not shard.is_file()]:
       raise PretrainedError(f'shards are missing: {_listed(lost)}')
-  elif (path / 'model.safetensors').is_file():
-    shards = [path / 'model.safetensors']
+  elif (path / _WHOLE).is_file():
+    shards = [path / _WHOLE]
   else:
     shards = sorted(path.glob('*.safetensors'))
   if not shards:
@@ -503,9 +570,25 @@ class _Place(NamedTuple):
 
   path: str
   names: list[str]  # of its tensors, one a layer
-  stored: tuple[int, ...]  # shape of each
-  split: tuple[int, ...]  # the same with every axis for itself
-  order: list[int]  # transposes `split` to our order
+  words: tuple[tuple[int, ...], ...]  # sizes of the axes of each dimension
+  order: list[int]  # transposes these axes to our order
+
+  @property
+  def stacked(self) -> bool:
+    """Whether there is one a layer."""
+    return self.path.startswith('blocks/')
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    """Shape of each tensor in the file."""
+    return tuple(map(math.prod, self.words))
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the parameter."""
+    split = [size for word in self.words for size in word]
+    one = tuple(split[i] for i in self.order)
+    return (len(self.names), *one) if self.stacked else one
 
 
 def _layout(config: ModelConfig, source: str) -> Iterator[_Place]:
@@ -532,8 +615,7 @@ def _layout(config: ModelConfig, source: str) -> Iterator[_Place]:
       yield _Place(
         weight.path,
         [name.format(layer) for layer in range(layers)],
-        tuple(math.prod(sizes[axis] for axis in word) for word in words),
-        tuple(sizes[axis] for axis in axes),
+        tuple(tuple(sizes[axis] for axis in word) for word in words),
         [axes.index(axis) for axis in weight.axes],
       )
 
@@ -542,10 +624,10 @@ def _build(
   config: ModelConfig,
   source: str,
   shapes: Mapping[str, tuple[int, ...]],
-  read: Callable[[str], np.ndarray],
+  read: Callable[[str, tuple[slice, ...]], np.ndarray],
   tokenizer: Tokenizer,
 ) -> Pretrained:
-  """Checks all names and shapes, then reads and stacks."""
+  """Checks all names and shapes."""
   if tokenizer.vocab_size > config.vocab_size:
     raise PretrainedError(
       f'the tokenizer has {tokenizer.vocab_size} tokens, the embedding only '
@@ -562,22 +644,19 @@ def _build(
       raise PretrainedError(
         f'{name} has shape {list(shapes[name])}, expected {list(shape)}'
       )
-  params: dict[str, Any] = {'blocks': {}}
+  stored: dict[str, Any] = {'blocks': {}}
   for place in layout:
-    leaves = [
-      read(name).reshape(place.split).transpose(place.order)
-      for name in place.names
-    ]
     block = place.path.removeprefix('blocks/')
-    if block != place.path:
-      params['blocks'][block] = np.stack(leaves)
-    else:
-      params[place.path] = leaves[0].copy(order='C')
-  return Pretrained(config, params, tokenizer)
+    branch = stored['blocks'] if place.stacked else stored
+    branch[block] = Stored(place.shape, place, read)
+  return Pretrained(config, stored, tokenizer)
 
 
 def _flat_tensors(
-  config: ModelConfig, params: Mapping[str, Any], dtype: np.dtype
+  config: ModelConfig,
+  params: Mapping[str, Any],
+  dtype: np.dtype,
+  fetch: Callable[[Any], np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yields the tensors of a Hugging Face checkpoint: undoes `_build`."""
   leaves = {
@@ -588,17 +667,53 @@ def _flat_tensors(
   if odd := leaves.keys() ^ {place.path for place in layout}:
     raise PretrainedError(f'params do not fit the config: {_listed(odd)}')
   for place in layout:
-    stacked = np.asarray(leaves[place.path])
-    if not place.path.startswith('blocks/'):
-      stacked = stacked[None]
-    shape = (len(place.names), *(place.split[i] for i in place.order))
-    if stacked.shape != shape:
+    if (shape := leaves[place.path].shape) != place.shape:
       raise PretrainedError(
-        f'{place.path} has shape {list(stacked.shape)}, expected {list(shape)}'
+        f'{place.path} has shape {list(shape)}, expected {list(place.shape)}'
       )
+  for place in layout:
+    whole = fetch(leaves[place.path])
+    stacked = whole if place.stacked else whole[None]
     for name, leaf in zip(place.names, stacked, strict=True):
       leaf = leaf.astype(dtype).transpose(np.argsort(place.order))
       yield name, np.ascontiguousarray(leaf.reshape(place.stored))
+
+
+def _files(config: ModelConfig, dtype: np.dtype) -> list[dict[str, int]]:
+  """Spreads the tensors, with their bytes, over files, in order."""
+  files, room = [], -1
+  for place in _layout(config, 'huggingface'):
+    size = math.prod(place.stored) * dtype.itemsize
+    for name in place.names:
+      if size > room:
+        files.append({})
+        room = _FILE_BYTES
+      files[-1][name] = size
+      room -= size
+  return files
+
+
+def _save_safetensors(
+  folder: Path,
+  files: list[dict[str, int]],
+  tensors: Iterator[tuple[str, np.ndarray]],
+) -> None:
+  """Writes one file, or several with an index."""
+  names = [f'model-{i + 1:05}-of-{len(files):05}' for i in range(len(files))]
+  names = [f'{n}.safetensors' for n in names] if files[1:] else [_WHOLE]
+  for name, file in zip(names, files, strict=True):
+    part = dict(itertools.islice(tensors, len(file)))
+    safetensors.numpy.save_file(part, folder / name, metadata={'format': 'pt'})
+  if files[1:]:
+    index = {
+      'metadata': {'total_size': sum(sum(file.values()) for file in files)},
+      'weight_map': {
+        tensor: name
+        for name, file in zip(names, files, strict=True)
+        for tensor in file
+      },
+    }
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + '\n')
 
 
 def _listed(names: Iterable[str], most: int = 5) -> str:

@@ -9,9 +9,9 @@ import rich.progress
 class Progress:
   """Shows steps done, reward, KL and time left."""
 
-  def __init__(self, steps: int, done: int = 0):
+  def __init__(self, steps: int, done: int = 0, *, quiet: bool = False):
     """Prepares a bar of `steps` steps, of which some are done."""
-    self._console = rich.console.Console()
+    self._console = rich.console.Console(quiet=quiet)
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn('step'),
       rich.progress.MofNCompleteColumn(),
@@ -21,7 +21,7 @@ class Progress:
       rich.progress.TextColumn('left'),
       rich.progress.TimeRemainingColumn(),
       console=self._console,
-      disable=not self._console.is_terminal,
+      disable=quiet or not self._console.is_terminal,
     )
     self._task = self._bar.add_task('', total=steps, completed=done)
     self._steps = steps

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from train.model import Decoder, KeyValues, init_cache
+from train.sharding import ROWS, constrain
 
 
 class Prompts(NamedTuple):
@@ -46,7 +47,7 @@ def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> Prompts:
   for row, ids in zip(tokens, prompts, strict=True):
     row[: len(ids)] = ids
   lengths = np.array([len(ids) for ids in prompts], np.int32)
-  return Prompts(jnp.asarray(tokens), jnp.asarray(lengths))
+  return Prompts(tokens, lengths)
 
 
 def prefill(
@@ -151,7 +152,8 @@ def generate(
 
   def sample(state, text, t, hidden):  # text [B], hidden [B, D]
     tokens, logprobs, lengths, terminated = state
-    logits = model.logits(hidden, compute_dtype=compute_dtype)  # [B, V]
+    logits = model.logits(hidden, compute_dtype=compute_dtype)
+    logits = constrain(logits, ROWS, 'tensor')  # [B, V]
     scores = logits / jnp.where(temperature > 0, temperature, 1.0)
     scores = restrict(scores, support)
     step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, t)

@@ -19,13 +19,19 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'reasoning-gym')
 class RunFolder:
   """A new folder with `config.json`, `metrics.jsonl` and `summary.json`."""
 
-  def __init__(self, path: Path, resume: bool = False):
+  def __init__(self, path: Path, resume: bool = False, write: bool = True):
     """Remembers the path; `create` makes it.
+
+    Args:
+      path: of the folder.
+      resume: whether there is one already.
+      write: False on all but one of several processes: nothing is written.
 
     Raises:
       ConfigError: if something is there already, or, to resume, no run.
     """
     self.path = path
+    self._write = write
     if resume:
       self._saved = read_config(path)
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -51,7 +57,8 @@ class RunFolder:
 
   def create(self, config: Config, **resolved: Any) -> None:
     """Makes the folder and writes the resolved configuration into it."""
-    self.path.mkdir(parents=True, exist_ok=True)
+    if self._write:
+      self.path.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
     content = settings(config) | resolved
     content |= {'out': str(self.path), 'versions': _versions()}
@@ -68,10 +75,13 @@ class RunFolder:
     kept = [r for r in self.metrics() if r['step'] <= steps]
     if len(kept) < steps:
       raise ConfigError(f'{file} lacks steps before {steps}')
-    _replace(file, ''.join(_line(record) for record in kept))
+    if self._write:
+      _replace(file, ''.join(_line(record) for record in kept))
 
   def append_metrics(self, record: dict[str, Any]) -> None:
     """Adds one line to `metrics.jsonl`, at once on disk."""
+    if not self._write:
+      return
     with open(self.path / 'metrics.jsonl', 'a') as file:
       file.write(_line(record))
 
@@ -80,7 +90,8 @@ class RunFolder:
     self._write_json('summary.json', _strict(summary))
 
   def _write_json(self, name: str, content: dict[str, Any]) -> None:
-    _replace(self.path / name, json.dumps(content, indent=2) + '\n')
+    if self._write:
+      _replace(self.path / name, json.dumps(content, indent=2) + '\n')
 
 
 def settings(config: Config) -> dict[str, Any]:

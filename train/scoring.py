@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from train import losses
 from train.model import Decoder
 from train.rollout import Prompts, prefill
+from train.sharding import ROWS, constrain
 
-_LOGITS = 2**23  # elements of the largest array over the vocabulary
+# Elements of the largest array over the vocabulary, on one device.
+_LOGITS = 2**23
 
 
 class TokenScores(NamedTuple):
@@ -88,23 +90,35 @@ def token_scores(
     Scores for every position, padding included.
   """
   batch, time = tokens.shape
-  rows = max(_LOGITS // (batch * model.config.vocab_size), 1)
+  logits = _LOGITS * max(jax.sharding.get_abstract_mesh().size, 1)
+  rows = max(logits // (batch * model.config.vocab_size), 1)
   chunk = max(c for c in range(1, min(rows, time) + 1) if time % c == 0)
 
-  def log_softmax(model, hidden):
-    logits = model.logits(hidden, compute_dtype=compute_dtype)
-    return jax.nn.log_softmax(logits / temperature)  # [B, chunk, V]
+  def head(model):
+    weights = model.head_weights(compute_dtype)  # gathered once, not per chunk
+
+    def log_softmax(hidden):
+      logits = model.logits(
+        hidden, compute_dtype=compute_dtype, weights=weights
+      )
+      logits = constrain(logits, ROWS, None, 'tensor')  # [B, chunk, V]
+      return jax.nn.log_softmax(logits / temperature)
+
+    return log_softmax
+
+  policy = head(model)
+  other = None if reference is None else head(reference[0])
 
   @jax.checkpoint
   def score(hidden, tokens, reference_hidden):
     def of_token(log_p):
       return jnp.take_along_axis(log_p, tokens[..., None], axis=-1)[..., 0]
 
-    log_p = log_softmax(model, hidden)
+    log_p = policy(hidden)
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    if reference is None:
+    if other is None:
       return TokenScores(of_token(log_p), entropy, None, None)
-    log_q = log_softmax(reference[0], reference_hidden)
+    log_q = other(reference_hidden)
     kl = losses.kl_exact(log_p, log_q)
     return TokenScores(of_token(log_p), entropy, of_token(log_q), kl)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 
 import sr_optax
 from train import loss_scale, losses, micro_batch
@@ -64,6 +65,7 @@ def train_step(
   objective: Objective = Objective(),  # noqa: B008 - immutable
   micro_batches: int = 1,
   remat: bool = False,
+  shardings: tuple[TrainState, NamedSharding] | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """Builds the jitted step `(state, batch, reference) -> (state, metrics)`.
 
@@ -99,6 +101,7 @@ def train_step(
       the sampled states as given.
     micro_batches: parts that the batch is worked off in; divides the prompts.
     remat: recompute whole layers in the backward pass.
+    shardings: of the state and of the metrics.
   """
 
   def loss(params, batch, weights, reference, scale):
@@ -205,7 +208,7 @@ def train_step(
     metrics |= _token_metrics(seen, batch.completions) | sticking | scaling
     return TrainState(params, opt_state, scaler), metrics
 
-  return jax.jit(step, donate_argnums=0)
+  return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
 class _Seen(NamedTuple):

@@ -30,7 +30,10 @@ class Tokenizer:
     pad_id: Id for padding; often equal to an end-of-text id, so lengths have
       to be carried, not inferred from it.
     bos_id: Id that starts a text, or None. It is never added by `encode`.
+    prompt_fingerprint: Of what `encode_prompt` adds to a text; None: nothing.
   """
+
+  prompt_fingerprint: str | None = None
 
   def __init__(
     self,
@@ -73,8 +76,17 @@ class Tokenizer:
     """Jinja source that renders messages to text, or None."""
     template = self._config.get('chat_template')
     if isinstance(template, list):  # several, each with a name
-      template = {t['name']: t['template'] for t in template}.get('default')
+      named = [t for t in template if isinstance(t, dict)]
+      template = {t.get('name'): t.get('template') for t in named}
+      return template.get('default')
     return template
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """Returns the ids of the prompt that asks `text`: those of the text.
+
+    A chat template adds turns, see `chat.ChatTokenizer`.
+    """
+    return self.encode(text)
 
   def encode(self, text: str, *, special: bool = False) -> list[int]:
     """Returns the ids of `text`, with nothing added before or after.
@@ -113,10 +125,14 @@ class Tokenizer:
       encoding='utf-8',
     )
 
-  def _id_of(self, role: str) -> int | None:
+  def _named(self, role: str) -> str | None:
     token = self._config.get(role)
     if isinstance(token, dict):  # a serialised AddedToken
       token = token.get('content')
+    return token
+
+  def _id_of(self, role: str) -> int | None:
+    token = self._named(role)
     if token is None:
       return None
     token_id = self._backend.token_to_id(token)

@@ -35,15 +35,20 @@ def _wanted(config: Config) -> list[str]:
 class Trackers:
   """Writes records to what the flags ask for; closes when left."""
 
-  def __init__(self, config: Config, folder: RunFolder, first: int):
+  def __init__(
+    self, config: Config, folder: RunFolder, first: int, *, write: bool = True
+  ):
     """Opens them.
 
     Args:
       config: of the run.
       folder: of the run; TensorBoard's files go to its `tensorboard`.
       first: steps done before; what TensorBoard has of later ones is hidden.
+      write: False on all but one of several processes: nothing is opened.
     """
     self._writer = self._module = None
+    if not write:
+      return
     if config.tensorboard:
       import tensorboardX
 

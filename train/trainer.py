@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from train import advantages, arms, loss_scale, losses, micro_batch, tasks
+from train import (
+  advantages,
+  arms,
+  processes,
+  programs,
+  sharding,
+  tasks,
+)
 from train.answers import Answers
 from train.config import Config, ConfigError
 from train.evaluate import (
@@ -19,23 +25,8 @@ from train.evaluate import (
   sampled_evaluation,
 )
 from train.policy import Policy
-from train.rollout import (
-  Completions,
-  Prompts,
-  Support,
-  cast,
-  generate,
-  pad_prompts,
-)
-from train.scoring import completion_hidden, token_scores
-from train.step import (
-  Batch,
-  Objective,
-  Reference,
-  TrainState,
-  divergence,
-  train_step,
-)
+from train.rollout import Completions, Prompts, cast, pad_prompts
+from train.step import Batch, Reference, TrainState
 from train.tokenizer import Tokenizer
 
 # Of several updates the last one's value counts, of all else the mean.
@@ -43,39 +34,26 @@ _CUMULATIVE = ('loss_scale', 'skipped_steps', 'displacement_slope')
 
 
 class _Rollout(NamedTuple):
-  """Sampled completions of P prompts, on the host."""
+  """Sampled completions of P prompts; NumPy where every process knows all."""
 
   prompts: Prompts
   completions: Completions
+  lengths: np.ndarray  # int32 [B]
+  terminated: np.ndarray  # bool [B]
   rewards: np.ndarray  # float32 [B]
-  trained: np.ndarray  # bool [B], False where filtered out
+  failures: int  # rewards that failed
 
-
-def _objective(config: Config) -> Objective:
-  """The loss that the flags ask for."""
-  low, high = config.clips
-  bounds = {'clip_low': low, 'clip_high': high}
-  bounds = {name: x for name, x in bounds.items() if x is not None}
-  policy_loss = {
-    'policy-gradient': losses.policy_gradient,
-    'ppo': losses.ppo_clip,
-    'gspo': losses.gspo,
-    'cispo': losses.cispo,
-  }[config.loss]
-  return Objective(
-    functools.partial(policy_loss, **bounds),
-    config.aggregation,
-    config.correction,
-    config.correction_cap,
-    config.kl_penalty,
-  )
+  def mixed(self, group: int) -> np.ndarray:
+    """Bool `[B]`, True where the rewards of the group differ."""
+    return np.asarray(advantages.mixed_groups(self.rewards, group))
 
 
 class Trainer:
   """Holds the state and the functions compiled once for the whole run.
 
   Everything random is a function of the seed and the step, so a step can be
-  repeated from the state alone.
+  repeated from the state alone. All methods are called with the policy's mesh
+  set (`jax.set_mesh`), and by every process.
   """
 
   def __init__(
@@ -86,6 +64,7 @@ class Trainer:
     Raises:
       ConfigError: if prompts and completions exceed the policy's context, or
         an answer the longest completion.
+      MeshError: if prompts and completions cannot be spread over the mesh.
     """
     self._config = config
     self._task = task
@@ -120,89 +99,28 @@ class Trainer:
       jax.random.fold_in(key, use) for use in range(3)
     )
     tx = arms.optimizer(arm, config.lr, rounding_key)
-    params, opt_state = jax.jit(lambda w: arms.start(arm, tx, w))(policy.params)
+    self._mesh = policy.mesh
+    self._copies = programs.prompt_copies(config, self._mesh)
+    self._programs = programs.build(
+      config,
+      policy.graphdef,
+      tx,
+      endings=self._answers.endings,
+      compute_dtype=compute_dtype,
+      mesh=self._mesh,
+      weights=policy.params,
+    )
+    params, opt_state = self._programs.start(policy.params)
     scalable = arm.loss_scaling and compute_dtype == jnp.float16
     scaled = scalable and config.loss_scaler == 'auto'
-    scaler = loss_scale.init() if scaled else None
+    scaler = self._programs.start_scaler() if scaled else None
     self.state = TrainState(params, opt_state, scaler)
     self.loss_scaling = 'dynamic' if scaled else 'off' if scalable else 'idle'
     self._previous = None
     self._reference = None
     if config.kl_every or config.eval_samples:
-      self._reference = cast(policy.params, jnp.bfloat16)  # exact: on its grid
-    self._compile(policy.graphdef, tx, compute_dtype)
-
-  def _compile(self, graphdef: nnx.GraphDef, tx, compute_dtype) -> None:
-    config = self._config
-    parts = config.updates * config.micro_batches  # of a whole rollout
-    endings = jnp.asarray(self._answers.endings)
-
-    def model(params):
-      return nnx.merge(graphdef, cast(params, compute_dtype))
-
-    def rollout(params, prompts, key, temperature, support=Support()):  # noqa: B008
-      return generate(
-        model(params),
-        prompts,
-        key,
-        group=config.group,
-        max_new_tokens=config.max_new_tokens,
-        temperature=temperature,
-        endings=endings,
-        compute_dtype=compute_dtype,
-        support=support,
-      )
-
-    def hidden(params, prompts, tokens):
-      def part(prompts, tokens):
-        return completion_hidden(
-          model(params), prompts, tokens, compute_dtype=compute_dtype
-        )
-
-      return micro_batch.mapped(part, parts)(prompts, tokens)
-
-    def logprobs(params, prompts, tokens):
-      def part(prompts, tokens):
-        hidden = completion_hidden(
-          model(params), prompts, tokens, compute_dtype=compute_dtype
-        )
-        return token_scores(
-          model(params),
-          hidden,
-          tokens,
-          temperature=config.temperature,
-          compute_dtype=compute_dtype,
-        ).logprobs
-
-      return micro_batch.mapped(part, parts)(prompts, tokens)
-
-    def held_out_kl(params, hidden, reference: Reference, completions):
-      scores = token_scores(
-        model(params),
-        hidden,
-        completions.tokens,
-        temperature=config.temperature,
-        compute_dtype=compute_dtype,
-        reference=(model(reference.params), reference.hidden),
-      )
-      return divergence(scores, completions.mask)['kl_exact']
-
-    support = Support(config.eval_top_k, config.eval_top_p, config.eval_min_p)
-    self._rollout, self._eval_rollout = jax.jit(rollout), None
-    if support != Support():  # else evaluation runs the training's program
-      self._eval_rollout = jax.jit(functools.partial(rollout, support=support))
-    self._hidden = jax.jit(hidden)
-    self._logprobs = jax.jit(logprobs)
-    self._held_out_kl = jax.jit(held_out_kl)
-    self._train_step = train_step(
-      graphdef,
-      tx,
-      temperature=config.temperature,
-      compute_dtype=compute_dtype,
-      objective=_objective(config),
-      micro_batches=config.micro_batches,
-      remat=config.remat,
-    )
+      # Exact: the weights lie on the grid.
+      self._reference = jax.jit(lambda w: cast(w, jnp.bfloat16))(policy.params)
 
   def step(self, step: int) -> dict[str, Any]:
     """One rollout and its updates; returns the step's metrics.
@@ -217,35 +135,37 @@ class Trainer:
         loss scaler's care; the state is then the one after that step.
     """
     started = time.monotonic()
-    rollout, sampling = self._gather(step)
+    rollout, trained, sampling = self._gather(step)
     sampled_at = time.monotonic()
-    metrics = self._train(step, rollout)
+    metrics = self._train(step, rollout, trained)
     ended = time.monotonic()
-    completions = rollout.completions
     return {
       'reward_mean': sampling.pop('reward_mean'),
       'kl_exact': metrics.pop('kl_exact', None),
       'kl_k3': metrics.pop('kl_k3', None),
       **metrics,
       **sampling,
-      'completion_tokens': completions.lengths.mean().item(),
-      'truncated_fraction': float(1 - completions.terminated.mean()),
+      'completion_tokens': rollout.lengths.mean().item(),
+      'truncated_fraction': float(1 - rollout.terminated.mean()),
       'rollout_seconds': sampled_at - started,
       'train_seconds': ended - sampled_at,
       'tokens_per_second': sampling['sampled_tokens'] / (sampled_at - started),
     }
 
-  def _gather(self, step: int) -> tuple[_Rollout, dict[str, Any]]:
+  def _gather(self, step: int) -> tuple[_Rollout, np.ndarray, dict[str, Any]]:
     """Samples a step's completions; further rounds replace equal groups.
 
     Each step owns the prompts of as many rounds as it may take, needed or
     not: what a step samples depends on nothing that came before.
+
+    Returns:
+      The rollout; bool `[B]`, which completions to train on; and metrics.
     """
     config = self._config
     refill = config.filter_groups == 'refill'
-    rounds = config.refill_rounds if refill else 1
-    parts, sampling = [], {'reward_failures': 0, 'sampled_tokens': 0}
-    for index in range(step * rounds, (step + 1) * rounds):
+    most = config.refill_rounds if refill else 1
+    rounds, mixed = [], []
+    for index in range(step * most, (step + 1) * most):
       order = tasks.data_order(
         len(self._task.train),
         config.seed,
@@ -253,67 +173,71 @@ class Trainer:
         config.prompts,
       )
       questions = [self._task.train[i] for i in order]
-      prompts = self._prompts(questions)
       key = jax.random.fold_in(self._rollout_key, index)
-      completions, rewards, failures = self._sample(
-        questions, prompts, key, config.temperature
+      rounds.append(
+        self._sample(
+          questions, self._prompts(questions), key, config.temperature
+        )
       )
-      trained = np.ones(rewards.size, bool)
-      if config.filter_groups != 'off':
-        trained = np.asarray(advantages.mixed_groups(rewards, config.group))
-      parts.append(_Rollout(prompts, completions, rewards, trained))
-      sampling['reward_failures'] += failures
-      sampling['sampled_tokens'] += int(completions.lengths.sum())
-      if sum(part.trained.sum() for part in parts) >= rewards.size:
+      mixed.append(rounds[-1].mixed(config.group))
+      if np.sum(mixed) >= mixed[0].size:
         break
-    rewards = np.concatenate([part.rewards for part in parts])
-    sampling |= {
-      'reward_mean': float(rewards.mean()),
-      'mixed_groups': float(
-        advantages.mixed_groups(rewards, config.group).mean()
-      ),
-      'rollouts': len(parts),
+    sampling = {
+      'reward_mean': float(np.mean([r.rewards for r in rounds])),
+      'reward_failures': sum(r.failures for r in rounds),
+      'sampled_tokens': int(sum(r.lengths.sum() for r in rounds)),
+      'mixed_groups': float(np.mean(mixed)),
+      'rollouts': len(rounds),
     }
-    if len(parts) == 1:
-      return parts[0], sampling
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
+    trained = np.concatenate(mixed)
+    if config.filter_groups == 'off':
+      trained = np.ones_like(trained)
+    if len(rounds) == 1:
+      return rounds[0], trained, sampling
     # The groups to train on first, in order; the rest fills the batch up.
-    mixed = whole.trained.reshape(-1, config.group)[:, 0]
-    rows = np.argsort(~mixed, stable=True)[: config.prompts]
-    chosen = (rows[:, None] * config.group + np.arange(config.group)).ravel()
-    prompts = jax.tree.map(lambda x: x[rows], whole.prompts)
-    others = jax.tree.map(lambda x: x[chosen], whole[1:])
-    return _Rollout(prompts, *others), sampling
+    order = np.argsort(~trained.reshape(-1, config.group)[:, 0], stable=True)
+    groups = order[: config.prompts]
+    chosen = groups[:, None] * config.group + np.arange(config.group)
+    chosen, copies = chosen.ravel(), np.arange(self._copies)
+    lines = (groups[:, None] * self._copies + copies).ravel()
+    prompts = self._programs.select([r.prompts for r in rounds], lines)
+    completions = self._programs.select([r.completions for r in rounds], chosen)
+    known = [
+      np.concatenate([getattr(r, name) for r in rounds])[chosen]
+      for name in ('lengths', 'terminated', 'rewards')
+    ]
+    merged = _Rollout(prompts, completions, *known, sampling['reward_failures'])
+    return merged, trained[chosen], sampling
 
-  def _train(self, step: int, rollout: _Rollout) -> dict[str, float]:
+  def _train(
+    self, step: int, rollout: _Rollout, trained: np.ndarray
+  ) -> dict[str, float]:
     """Makes the updates of a step."""
-    config = self._config
+    config, programs = self._config, self._programs
     worth = advantages.ADVANTAGES[config.advantage](
       jnp.asarray(rollout.rewards), config.group
     )
     inputs = rollout.prompts, rollout.completions.tokens
     old = None
     if config.updates > 1:
-      old = self._logprobs(self.state.params, *inputs)
+      old = programs.logprobs(self.state.params, *inputs)
     batch = Batch(
       rollout.prompts,
       rollout.completions,
-      worth * config.reward_scale,
-      rollout.trained,
+      np.asarray(worth) * np.float32(config.reward_scale),
+      trained,
       old,
     )
     hidden = None
     if config.kl_every and step % config.kl_every == 0:
-      hidden = self._hidden(self._reference, *inputs)
+      hidden = programs.hidden(self._reference, *inputs)
     whole, measured = (batch, hidden), []
     for update in range(config.updates):
       batch, part = whole
       if config.updates > 1:
-        batch, part = jax.tree.map(
-          lambda x, i=update: x[i], micro_batch.split(whole, config.updates)
-        )
+        batch, part = programs.share(whole, update)
       reference = None if part is None else Reference(self._reference, part)
-      self.state, metrics = self._train_step(self.state, batch, reference)
+      self.state, metrics = programs.train_step(self.state, batch, reference)
       metrics = {k: float(x) for k, x in jax.device_get(metrics).items()}
       if not np.isfinite([metrics['loss'], metrics['grad_norm']]).all():
         raise FloatingPointError(
@@ -344,10 +268,8 @@ class Trainer:
     expected = []
     for start in range(0, len(self._asked), self._config.prompts):
       asked, count, prompts, key = self._held_out(start)
-      _, rewards, _ = self._sample(
-        asked, prompts, key, self._config.temperature
-      )
-      grouped = rewards.reshape(-1, self._config.group)[:count]
+      sampled = self._sample(asked, prompts, key, self._config.temperature)
+      grouped = sampled.rewards.reshape(-1, self._config.group)[:count]
       expected.append(grouped.mean(axis=1, dtype=np.float64))
     return Evaluation(np.concatenate(expected), self.question_identity)
 
@@ -373,7 +295,7 @@ class Trainer:
     Runs the same compiled rollout as training, on questions in batches of its
     shape; the last batch is filled up with questions that do not count.
     """
-    config = self._config
+    config, programs = self._config, self._programs
     samples, greedy = [], []
     others = {'eval_kl_exact': self._reference}
     if self._previous is not None:
@@ -383,24 +305,26 @@ class Trainer:
       asked, count, prompts, key = self._held_out(start)
       rounds = []
       for i in range(config.eval_samples // config.group):
-        completions, rewards, _ = self._sample(
+        _, completions, lengths, _, rewards, _ = self._sample(
           asked,
           prompts,
           jax.random.fold_in(key, i),
           config.eval_temperature or config.temperature,
-          self._eval_rollout,
+          programs.eval_rollout,
         )
         rounds.append(rewards.reshape(-1, config.group)[:count])
         counts = np.arange(rewards.size) < count * config.group
-        completions = completions._replace(lengths=completions.lengths * counts)
+        completions = completions._replace(lengths=lengths * counts)
         tokens = completions.tokens
-        hidden = self._hidden(self.state.params, prompts, tokens)
+        hidden = programs.hidden(self.state.params, prompts, tokens)
         for name, params in others.items():
-          other = Reference(params, self._hidden(params, prompts, tokens))
-          kl = self._held_out_kl(self.state.params, hidden, other, completions)
+          other = Reference(params, programs.hidden(params, prompts, tokens))
+          kl = programs.held_out_kl(
+            self.state.params, hidden, other, completions
+          )
           total_kl[name] += float(kl) * rewards.size
       samples.append(np.concatenate(rounds, axis=1))
-      _, rewards, _ = self._sample(asked, prompts, key, 0.0)
+      rewards = self._sample(asked, prompts, key, 0.0).rewards
       greedy.append(rewards.reshape(-1, config.group)[:count, 0])
     samples = np.concatenate(samples)
     return sampled_evaluation(
@@ -408,32 +332,52 @@ class Trainer:
     ) | {name: kl / samples.size for name, kl in total_kl.items()}
 
   def _prompts(self, questions: list[tasks.Question]) -> Prompts:
-    return pad_prompts(
-      [self._tokenizer.encode(q.prompt) for q in questions],
-      self._prompt_width,
-      self._tokenizer.pad_id,
+    """Prompts on the mesh, `copies` times each; processes encode their own."""
+    count, rows = len(questions) * self._copies, sharding.rows(self._mesh)
+
+    @functools.cache
+    def padded(start: int, stop: int) -> Prompts:
+      return pad_prompts(
+        [
+          self._tokenizer.encode_prompt(questions[i // self._copies].prompt)
+          for i in range(start, stop)
+        ],
+        self._prompt_width,
+        self._tokenizer.pad_id,
+      )
+
+    def part(index):
+      return padded(*index[0].indices(count)[:2])
+
+    return Prompts(
+      sharding.place(
+        (count, self._prompt_width), rows, lambda i: part(i).tokens
+      ),
+      sharding.place((count,), rows, lambda i: part(i).lengths),
     )
 
   def _sample(
     self, questions, prompts: Prompts, key, temperature: float, rollout=None
-  ) -> tuple[Completions, np.ndarray, int]:
-    """Completions on the host, their rewards `[B]`, and failed rewards."""
-    rollout = rollout or self._rollout
-    completions = jax.device_get(
-      rollout(self.state.params, prompts, key, temperature)
+  ) -> _Rollout:
+    """Samples completions; each process rewards those of its own devices."""
+    rollout = rollout or self._programs.rollout
+    completions = rollout(self.state.params, prompts, key, temperature)
+    lengths, terminated = processes.fetch(
+      (completions.lengths, completions.terminated)
     )
-    rewards, failures = tasks.score(
+    own = processes.own_rows(completions.tokens)
+    rows = list(own)
+    rewards = np.zeros(lengths.size, np.float32)
+    rewards[rows], failures = tasks.score(
       self._task,
-      [q for q in questions for _ in range(self._config.group)],
-      [
-        self._answers.text(tokens[:length])
-        for tokens, length in zip(
-          completions.tokens, completions.lengths, strict=True
-        )
-      ],
-      completions.terminated,
+      [questions[row // self._config.group] for row in rows],
+      [self._answers.text(own[row][: lengths[row]]) for row in rows],
+      terminated[rows],
     )
-    return completions, rewards, failures
+    rewards, failures = processes.total(rewards), processes.total(failures)
+    return _Rollout(
+      prompts, completions, lengths, terminated, rewards, int(failures)
+    )
 
 
 def _prompt_width(tokenizer: Tokenizer, task: tasks.Task) -> int:
@@ -441,7 +385,7 @@ def _prompt_width(tokenizer: Tokenizer, task: tasks.Task) -> int:
   widths = []
   for question in {*task.train, *task.evaluation}:
     try:
-      widths.append(len(tokenizer.encode(question.prompt)))
+      widths.append(len(tokenizer.encode_prompt(question.prompt)))
     except Exception as error:  # the library raises nothing more precise
       raise ConfigError(
         f'the tokenizer cannot encode {question.prompt!r}: {error}'

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
-from train import __main__, policy, tasks
+from train import __main__, policy, sharding, tasks
 from train.config import Config
 from train.model import Decoder, ModelConfig
 from train.pretrained import save_huggingface
@@ -27,6 +27,14 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_debug_key_reuse', True)
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope='session', autouse=True)
+def one_device():
+  """Runs use one device, also where other tests have asked for several."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sharding, 'all_devices', lambda: jax.devices()[:1])
+    yield
 
 
 @pytest.fixture(scope='module')
@@ -224,6 +232,8 @@ class Pieces:
   def encode(self, text):
     return [self.pieces.index(character.encode()) for character in text]
 
+  encode_prompt = encode
+
 
 @pytest.fixture(scope='session')
 def pieces():
@@ -233,9 +243,9 @@ def pieces():
 CHARACTERS = '0123456789+= \n'
 
 
-def save_model(path, **changes):
+def save_model(path, tokenizer=None, **changes):
   """Writes an untrained character model as a Hugging Face directory."""
-  tokenizer = CharTokenizer(CHARACTERS)
+  tokenizer = tokenizer or CharTokenizer(CHARACTERS)
   config = dataclasses.replace(
     CONFIG, **({'vocab_size': tokenizer.vocab_size} | changes)
   )

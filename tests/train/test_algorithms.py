@@ -1,10 +1,15 @@
 """Whole runs with the flags of the algorithms."""
 
+import dataclasses
+import zlib
+
+import jax
 import numpy as np
 import pytest
 
-from train import loop, tasks
+from train import loop, step, tasks, trainer
 from train.config import Config, ConfigError
+from train.tokenizer import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.usefixtures('runner')
 
@@ -24,6 +29,101 @@ def test_several_updates_of_a_rollout_move_away_from_it(runner, tmp_path):
   assert one['clip_fraction'] == 0 < three['clip_fraction']
   # Against the policy that sampled, whatever was updated since.
   assert abs(three['mismatch_k1']) < 1e-5
+
+
+def test_until_the_first_update_every_ratio_is_1_at_any_temperature(
+  runner, tmp_path
+):
+  # The rate is so small that all updates see the weights that sampled; their
+  # ratios are of two programs. A log-probability is known to some 40 roundings
+  # of logits of 16 units over the temperature: 40 * 2^-21 / 0.6 = 3.2e-5, and
+  # a ratio needs two.
+  bound = 1e-4
+  [record] = run(
+    runner,
+    tmp_path / 'run',
+    steps=1,
+    temperature=0.6,
+    updates=3,
+    loss='ppo',
+    clip_low=bound,
+    clip_high=bound,
+    advantage='reinforce++',  # every completion has one
+    lr=1e-12,
+    arm='fp32',
+  )
+  assert record['changed_fraction'] == record['clip_fraction'] == 0
+  # Nor is the sampler, a third program, another policy.
+  assert 0 < record['mismatch_probability'] < bound
+  assert record['phantom_clip_fraction'] == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired(tasks.Task):
+  """Pays by question and completion: hardly another pair earns the same.
+
+  Nothing at all for half of the questions.
+  """
+
+  def reward(self, question, completion, *, terminated):
+    if zlib.crc32(question.prompt.encode()) % 2:
+      return 0.0
+    text = f'{question.prompt}{completion}'
+    return zlib.crc32(text.encode()) % 1009 / 1009 if terminated else 0.0
+
+
+@pytest.mark.parametrize('filter_groups, updates', [('off', 1), ('refill', 3)])
+def test_every_advantage_is_that_of_its_prompt_and_its_completion(
+  runner, tmp_path, monkeypatch, filter_groups, updates
+):
+  task = tasks.load_task('addition')
+  task = Paired(task.name, task.train, task.evaluation, task.best_constant)
+  monkeypatch.setattr(tasks, 'load_task', lambda *_, **__: task)
+  batches = []
+
+  def spy(*fields, **named):
+    batches.append(step.Batch(*fields, **named))
+    return batches[-1]
+
+  monkeypatch.setattr(trainer, 'Batch', spy)
+  records = run(
+    runner,
+    tmp_path / 'run',
+    filter_groups=filter_groups,
+    updates=updates,
+    advantage='rloo',
+    reward_scale=0.5,
+    lr=1e-9,
+  )
+  tokenizer = HuggingFaceTokenizer.from_directory(runner.model)
+  questions = {question.prompt: question for question in task.train}
+  group, asked, found = runner.flags['group'], set(), 0
+  for batch in jax.device_get(batches):
+    prompts, completions = batch.prompts, batch.completions
+    rewards = []
+    for row, (length, ended) in enumerate(
+      zip(completions.lengths, completions.terminated, strict=True)
+    ):
+      tokens = prompts.tokens[row // group, : prompts.lengths[row // group]]
+      question = questions[tokenizer.decode(tokens)]
+      text = tokenizer.decode(completions.tokens[row, :length])
+      rewards.append(
+        task.reward(question, text.split('\n')[0], terminated=ended)
+      )
+      asked.add(question.prompt)
+    rewards = np.reshape(rewards, (-1, group))
+    others = (rewards.sum(axis=1, keepdims=True) - rewards) / (group - 1)
+    np.testing.assert_allclose(
+      batch.advantages, 0.5 * (rewards - others).ravel(), rtol=0, atol=1e-6
+    )
+    mixed = np.ptp(rewards, axis=1) > 0
+    found += mixed.sum()
+    np.testing.assert_array_equal(
+      batch.trained, np.repeat(mixed | (filter_groups == 'off'), group)
+    )
+  assert len(asked) > 4 and found > 0
+  # The batch was put together from several rollouts.
+  assert any(r['rollouts'] > 1 for r in records) == (filter_groups != 'off')
 
 
 def test_micro_batches_change_nothing_but_roundings(runner, tmp_path):

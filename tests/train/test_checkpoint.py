@@ -1,4 +1,6 @@
 import json
+import os
+import pathlib
 import shutil
 
 import jax
@@ -64,6 +66,22 @@ def test_the_last_few_are_kept_and_the_last_one_is_read(tmp_path):
   step, restored = checkpoints.restore(state(), OURS)
   assert step == checkpoints.latest_step() == 10
   assert_same(restored, state(10))
+
+
+def test_saving_again_and_again_leaves_nothing_in_memory(tmp_path):
+  statm = pathlib.Path('/proc/self/statm')
+  if not statm.exists():
+    pytest.skip('needs /proc')
+  checkpoints, saved = Checkpoints(tmp_path, keep=2), state(size=2**22)
+  held, arrays = [], []
+  for step in range(1, 16):
+    checkpoints.save(step, saved, OURS)
+    pages = int(statm.read_text().split()[1])
+    held.append(pages * os.sysconf('SC_PAGE_SIZE'))
+    arrays.append(len(jax.live_arrays()))
+  assert len(set(arrays)) == 1
+  # A copy kept of each of the last ten states of 8 MiB would be 80 MiB.
+  assert held[-1] - held[4] < 3 * 2**23
 
 
 def test_a_half_written_checkpoint_is_ignored(tmp_path):

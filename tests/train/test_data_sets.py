@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from train import data_sets, loop, policy, tasks
+from train import data_sets, loop, policy, tasks, verifiers
 from train.config import Config, ConfigError
 from train.tasks import TaskError
 
@@ -88,6 +88,15 @@ def test_a_broken_line_is_named(write, row, message):
     data_sets.load_jsonl(write(sums(1)[0], row, *sums(3)))
 
 
+def test_only_newlines_end_a_line(write):
+  # JSON strings may hold what Unicode calls a line boundary.
+  rows = [{'question': f'{i}+1\u2028\x85=', 'answer': i} for i in range(5)]
+  rows = [json.dumps(row, ensure_ascii=False) for row in rows]
+  task = data_sets.load_jsonl(write(*rows[:-1], rows[-1] + '\r'))
+  questions = {q.prompt: q.answer for q in task.train + task.evaluation}
+  assert questions == {f'{i}+1\u2028\x85=': str(i) for i in range(5)}
+
+
 def test_files_and_rewards_that_do_not_exist_are_refused(write, tmp_path):
   with pytest.raises(TaskError, match='cannot read .*nowhere.jsonl'):
     data_sets.load_jsonl(tmp_path / 'nowhere.jsonl')
@@ -124,6 +133,58 @@ def test_a_data_set_of_reasoning_gym_pays_its_own_answers():
   np.testing.assert_array_equal(rewards, [1, 1, 1, 0, 0, 0])
   assert failures == 0
   assert len(task.best_constant[0]) < 5  # an answer, not a whole entry
+
+
+def test_how_many_questions_are_drawn_is_a_setting():
+  few = data_sets.load_gym('chain_sum', config={'size': 31})
+  assert (len(few.train), len(few.evaluation)) == (28, 3)
+  other = data_sets.load_gym('chain_sum', config={'size': 31, 'seed': 99})
+  assert not {q.prompt for q in few.train} & {q.prompt for q in other.train}
+
+
+# The one is in the order of a set of strings, the other random.
+@pytest.mark.parametrize('name', ['ransom_note', 'list_functions'])
+def test_every_process_draws_the_same_questions(name, monkeypatch):
+  prints = set()
+  for seed in '12':
+    monkeypatch.setenv('PYTHONHASHSEED', seed)
+    task = data_sets.load_gym(name, config={'size': 20})
+    prints.add(task.fingerprint())
+  assert len(prints) == 1
+
+
+# What is not used, and why.
+REFUSED = {
+  'composite': 'Must specify at least one dataset',
+  'game_of_life_halting': "its scorer pays for 'abc'",  # bool('abc') is True
+  'gsm_symbolic': 'cannot be written as a Python literal',  # fractions
+  **dict.fromkeys(
+    'boxnet graph_color propositional_logic rubiks_cube rush_hour'.split(),
+    'it has no answers to check its scorer by',
+  ),
+}
+
+
+@pytest.mark.slow
+def test_every_data_set_of_reasoning_gym_checks_itself_or_is_refused():
+  from reasoning_gym import factory  # here because the import takes seconds
+
+  names = sorted(factory.DATASETS)
+  assert len(names) > 90
+  refused = {}
+  for name in names:
+    try:
+      entries = data_sets.draw_gym(name, {'size': 40})
+    except TaskError as error:
+      refused[name] = str(error)
+      continue
+    verifier = verifiers.ReasoningGymVerifier(name)
+    for question, entry in entries.items():
+      gold = str(ast.literal_eval(entry)['answer'])
+      assert verifier(question, gold, entry) == 1, (name, gold)
+  assert refused.keys() == REFUSED.keys()
+  for name, message in REFUSED.items():
+    assert message in refused[name]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train import evaluate, tasks
+from train import evaluate, sharding, tasks
 from train.answers import Answers
 from train.config import Config, ConfigError
 from train.evaluate import (
@@ -221,7 +221,8 @@ def trainer(policy, pieces):
   class Spying(Trainer):
     def _sample(self, questions, prompts, key, temperature, *rollout):
       sample = super()._sample(questions, prompts, key, temperature, *rollout)
-      self.sampled.append((temperature, prompts, *sample[:2]))
+      completions = jax.device_get(sample.completions)
+      self.sampled.append((temperature, prompts, completions, sample.rewards))
       return sample
 
   config = Config(
@@ -234,7 +235,8 @@ def trainer(policy, pieces):
     eval_questions=len(QUESTIONS),
     eval_samples=GROUP * ROUNDS,
   )
-  given = Policy(policy.config, policy.graphdef, policy.params, pieces)
+  mesh = sharding.make_mesh('')
+  given = Policy(policy.config, policy.graphdef, policy.params, pieces, mesh)
   trainer = Spying(config, make_task(QUESTIONS), given, jnp.dtype('float32'))
   trainer.sampled = []
   return trainer
@@ -306,8 +308,8 @@ def test_sampling_decoding_and_both_policies_share_their_programs(
   sampled, trainer
 ):
   del sampled  # has run
-  assert trainer._rollout._cache_size() == 1
-  assert trainer._held_out_kl._cache_size() == 1
+  assert trainer._programs.rollout._cache_size() == 1
+  assert trainer._programs.held_out_kl._cache_size() == 1
 
 
 def test_a_repeated_question_counts_once_in_the_standard_error():

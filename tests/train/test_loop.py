@@ -45,7 +45,7 @@ def trainers(monkeypatch):
     def __init__(self, *args, **kwargs):
       super().__init__(*args, **kwargs)
       made.append(self)
-      self.keys, rollout = [], self._rollout
+      self.keys, rollout = [], self._programs.rollout
 
       def spy(params, prompts, key, temperature):
         if temperature:
@@ -53,7 +53,7 @@ def trainers(monkeypatch):
         return rollout(params, prompts, key, temperature)
 
       spy._cache_size = rollout._cache_size
-      self._rollout = spy
+      self._programs = self._programs._replace(rollout=spy, eval_rollout=spy)
 
   monkeypatch.setattr(loop, 'Trainer', Trainer)
   return made
@@ -126,16 +126,16 @@ def test_a_run_leaves_everything_behind_and_its_seed_repeats_it(
   assert len(set(map(tuple, trainer.keys))) == 3 + 10
   saved = pretrained.load_huggingface(out / 'model')
   jax.tree.map(
-    assert_same_bits, saved.params, nnx.to_pure_dict(trainer.state.params)
+    assert_same_bits, saved.read(), nnx.to_pure_dict(trainer.state.params)
   )
-  assert saved.params['embed'].dtype == jnp.bfloat16
-  start = pretrained.load_huggingface(runner.model).params
-  assert np.any(saved.params['embed'] != start['embed'])
+  assert saved.read()['embed'].dtype == jnp.bfloat16
+  start = pretrained.load_huggingface(runner.model).read()
+  assert np.any(saved.read()['embed'] != start['embed'])
   for function in (
-    trainer._rollout,
-    trainer._hidden,
-    trainer._held_out_kl,
-    trainer._train_step,
+    trainer._programs.rollout,
+    trainer._programs.hidden,
+    trainer._programs.held_out_kl,
+    trainer._programs.train_step,
     trainer._evaluator._probabilities,
   ):
     assert function._cache_size() == 1  # one compilation for the whole run
@@ -159,7 +159,9 @@ def test_the_divergence_is_measured_every_other_step(
   assert [r.get('kl_k1') is None for r in records] == [False, True, False]
   assert records[0]['kl_exact'] == 0 < records[2]['kl_exact']
   [trainer] = trainers
-  assert trainer._train_step._cache_size() == 2  # with a reference, without
+  assert (
+    trainer._programs.train_step._cache_size() == 2
+  )  # with a reference, without
   summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
   assert summary['kl_exact_last'] == records[2]['kl_exact']
 

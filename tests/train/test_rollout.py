@@ -220,6 +220,26 @@ def test_at_temperature_0_the_likeliest_token_is_taken_in_a_batch_of_one(
   )
 
 
+def test_without_noise_permuting_the_prompts_permutes_the_completions(
+  sample, prompts
+):
+  order = jnp.array([2, 0, 1])
+  ends = range(0, 29, 4)
+  got = sample(prompts, temperature=0.0, ends=ends)
+  permuted = Prompts(prompts.tokens[order], prompts.lengths[order])
+  other = sample(permuted, temperature=0.0, ends=ends)
+  rows = np.concatenate([p * GROUP + np.arange(GROUP) for p in order])
+  for name in ('tokens', 'lengths', 'terminated'):
+    np.testing.assert_array_equal(
+      getattr(other, name), getattr(got, name)[rows], err_msg=name
+    )
+  np.testing.assert_allclose(
+    other.logprobs, got.logprobs[rows], rtol=0, atol=ATOL
+  )
+  firsts = got.tokens[::GROUP]
+  assert len(np.unique(firsts, axis=0)) == len(LENGTHS)
+
+
 def test_first_tokens_are_as_frequent_as_their_probabilities(small, sample):
   group, temperature = 10_000, 0.6
   prompts = small.prompts((2, 5), 5)

@@ -213,6 +213,27 @@ def test_sharing_prompts_of_unequal_length_changes_neither_loss_nor_gradient(
     np.testing.assert_allclose(actual, expected, rtol=0, atol=85 * EPS * size)
 
 
+def test_permuting_the_batch_permutes_every_score(small, shared_loss):
+  prompts, tokens, advantages, mask = batch(small)
+  rng = np.random.default_rng(8)
+  order = np.array([2, 0, 1])
+  rows = np.concatenate([p * GROUP + rng.permutation(GROUP) for p in order])
+  (_, want), (_, by_logprob) = shared_loss(
+    small.params, NO_SHIFT, prompts, tokens, advantages, mask
+  )
+  (_, got), (_, got_by_logprob) = shared_loss(
+    small.params,
+    NO_SHIFT,
+    jax.tree.map(lambda x: x[order], prompts),
+    tokens[rows],
+    advantages[rows],
+    mask[rows],
+  )
+  atol = 16 / TEMPERATURE * EPS * 20
+  np.testing.assert_allclose(got, want[rows], rtol=0, atol=atol)
+  np.testing.assert_array_equal(got_by_logprob, by_logprob[rows])
+
+
 def test_tokens_behind_the_end_have_no_influence(small, shared_loss):
   prompts, tokens, advantages, mask = batch(small)
   other = jnp.where(mask, tokens, 28 - tokens)

@@ -415,6 +415,35 @@ def test_micro_batches_have_the_same_gradient(
     assert 0.1 < metrics['sampler_weight'] < 1.1
 
 
+@pytest.mark.parametrize('objective', [Objective(), CLIPPED])
+def test_permuting_the_batch_changes_neither_loss_nor_gradient(
+  objective, small, later, reference
+):
+  rng = np.random.default_rng(8)
+  order = np.array([2, 0, 1])
+  within = [rng.permutation(GROUP) for _ in order]
+  rows = np.concatenate(
+    [p * GROUP + inner for p, inner in zip(order, within, strict=True)]
+  )
+  prompts = jax.tree.map(lambda x: x[order], later.prompts)
+  others = jax.tree.map(lambda x: x[rows], later[1:])
+  permuted = Batch(prompts, *others)
+  moved = reference._replace(hidden=reference.hidden[rows])
+  base, metrics = gradient_of(small, later, reference, objective=objective)
+  got, measured = gradient_of(small, permuted, moved, objective=objective)
+  for path, want in base.items():
+    size = np.abs(want).max()
+    assert size > 0
+    # As other gradients, and two roundings of a weight of up to 2.
+    np.testing.assert_allclose(
+      got[path], want, rtol=0, atol=85 * EPS * size + 4 * EPS
+    )
+  for name, want in metrics.items():
+    np.testing.assert_allclose(
+      measured[name], want, rtol=85 * EPS, atol=85 * EPS, err_msg=name
+    )
+
+
 def test_the_objective_is_the_weighted_sum_by_hand(small, later, reference):
   batch, mask = later, np.asarray(later.completions.mask)
   log_p = small.numpy_log_p(

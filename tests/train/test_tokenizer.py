@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+import tokenizers
 
 from train.pretrained import PretrainedError, find_smollm2
 from train.tokenizer import CharTokenizer, HuggingFaceTokenizer
@@ -99,6 +100,37 @@ def test_special_tokens_in_text_are_text_unless_asked_for():
   ids = tokenizer.encode('<|im_end|>')
   assert 262 not in ids
   assert tokenizer.decode(ids) == '<|im_end|>'
+
+
+def test_nothing_is_added_to_a_text_even_where_the_file_says_so(folder):
+  # As in Llama's: every text would start with a start token, and a text that
+  # a chat template has written with two.
+  edit(
+    folder / 'tokenizer.json',
+    post_processor={
+      'type': 'TemplateProcessing',
+      'single': [
+        {'SpecialToken': {'id': '<|im_end|>', 'type_id': 0}},
+        {'Sequence': {'id': 'A', 'type_id': 0}},
+      ],
+      'pair': [
+        {'Sequence': {'id': 'A', 'type_id': 0}},
+        {'Sequence': {'id': 'B', 'type_id': 1}},
+      ],
+      'special_tokens': {
+        '<|im_end|>': {
+          'id': '<|im_end|>',
+          'ids': [262],
+          'tokens': ['<|im_end|>'],
+        }
+      },
+    },
+  )
+  tokenizer = HuggingFaceTokenizer.from_directory(folder)
+  backend = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  assert backend.encode('the').ids[0] == 262  # the file does say so
+  assert tokenizer.encode('the') == backend.encode('the').ids[1:]
+  assert tokenizer.encode('<|im_end|>the', special=True).count(262) == 1
 
 
 def test_generation_config_decides_what_ends_a_text(folder):
