@@ -25,6 +25,8 @@ class Programs(NamedTuple):
   # float32 weights -> (params, opt_state)
   start: Callable[..., tuple[Any, optax.OptState]]
   start_scaler: Callable[[], loss_scale.LossScale]
+  # float32 weights on the BF16 grid -> themselves in bfloat16
+  reference: Callable[..., Any]
   # (params, prompts, key, temperature) -> Completions
   rollout: Callable[..., Completions]
   eval_rollout: Callable[..., Completions]  # with the evaluation's support
@@ -143,6 +145,7 @@ def build(
   return Programs(
     jax.jit(begin, out_shardings=start),
     jax.jit(loss_scale.init, out_shardings=replicated),
+    jax.jit(lambda w: cast(w, jnp.bfloat16), out_shardings=start[0]),
     training,
     evaluating,
     jax.jit(hidden, out_shardings=rows),

@@ -25,7 +25,7 @@ from train.evaluate import (
   sampled_evaluation,
 )
 from train.policy import Policy
-from train.rollout import Completions, Prompts, cast, pad_prompts
+from train.rollout import Completions, Prompts, pad_prompts
 from train.step import Batch, Reference, TrainState
 from train.tokenizer import Tokenizer
 
@@ -119,8 +119,7 @@ class Trainer:
     self._previous = None
     self._reference = None
     if config.kl_every or config.eval_samples:
-      # Exact: the weights lie on the grid.
-      self._reference = jax.jit(lambda w: cast(w, jnp.bfloat16))(policy.params)
+      self._reference = self._programs.reference(policy.params)
 
   def step(self, step: int) -> dict[str, Any]:
     """One rollout and its updates; returns the step's metrics.
