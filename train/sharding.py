@@ -237,8 +237,7 @@ def gathered(weight: jax.Array, path: str) -> jax.Array:
     weight: a parameter, or one layer of a stacked one.
     path: of the parameter.
   """
-  axes = (None if axis == 'fsdp' else axis for axis in _axes(weight, path))
-  return constrain(weight, *axes)
+  return constrain(weight, *_axes(weight, path, whole=True))
 
 
 def _gathered_forward(weight, path):
@@ -246,7 +245,10 @@ def _gathered_forward(weight, path):
 
 
 def _gathered_backward(path, _, cotangent):
-  return (constrain(cotangent, *_axes(cotangent, path)),)
+  # Summed where the weight was used, then cut: a reduce-scatter. At once, the
+  # compiler would rather move activations.
+  cotangent = constrain(cotangent, *_axes(cotangent, path, whole=True))
+  return (constrain(cotangent, *_axes(cotangent, path, whole=False)),)
 
 
 gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -262,5 +264,6 @@ def gathered_tree(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(of, params)
 
 
-def _axes(weight, path):
-  return tuple(partition(path))[-weight.ndim :]
+def _axes(weight, path, *, whole):
+  axes = tuple(partition(path))[-weight.ndim :]
+  return [None if whole and axis == 'fsdp' else axis for axis in axes]
