@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train import sharding
 from train.answers import Answers
 from train.config import ConfigError
 from train.rollout import Prompts, cast, pad_prompts
 from train.scoring import completion_hidden
 from train.tasks import Question, Task
 
-_PROMPTS = 24  # per forward
+_PROMPTS = 24  # per forward, rounded up to what the mesh divides
 
 
 class Evaluation(NamedTuple):
@@ -160,18 +161,20 @@ class Evaluator:
     group = max(map(len, endings))
     width = 1 + max(len(e.tokens) for row in endings for e in row)
     tokenizer = answers.tokenizer
+    shards = sharding.row_shards(jax.sharding.get_mesh())
+    count = -(-_PROMPTS // shards) * shards
     self._asked = len(asked)
     self.identity = identity(asked)
     self._batches = []
-    for start in range(0, len(asked), _PROMPTS):
-      rows = range(start, start + _PROMPTS)
+    for start in range(0, len(asked), count):
+      rows = range(start, start + count)
       prompts = [
         tokenizer.encode_prompt(asked[min(i, len(asked) - 1)].prompt)
         for i in rows
       ]
-      tokens = np.zeros((_PROMPTS, group, width), np.int32)
-      lengths = np.full((_PROMPTS, group), -1, np.int32)  # -1: no sequence
-      closing = np.zeros((_PROMPTS, group), np.int32)
+      tokens = np.zeros((count, group, width), np.int32)
+      lengths = np.full((count, group), -1, np.int32)  # -1: no sequence
+      closing = np.zeros((count, group), np.int32)
       for row, i in enumerate(rows):
         for column, ending in enumerate(endings[i] if i < len(asked) else ()):
           length = len(ending.tokens)
@@ -210,7 +213,8 @@ class Evaluator:
         at_position, (jnp.moveaxis(hidden, 1, 0), tokens.T, jnp.arange(width))
       )
       log_probability = jnp.where(lengths < 0, -jnp.inf, jnp.sum(parts, axis=0))
-      return jnp.sum(jnp.exp(log_probability).reshape(_PROMPTS, group), axis=1)
+      each = jnp.exp(log_probability).reshape(count, group)
+      return sharding.constrain(jnp.sum(each, axis=1))  # known everywhere
 
     self._probabilities = jax.jit(probabilities)
 

@@ -109,8 +109,8 @@ def all_devices() -> Sequence[jax.Device]:
 
 
 def row_shards(mesh: Mesh) -> int:
-  """Parts that rows of a batch are spread over."""
-  return math.prod(mesh.shape[axis] for axis in ROWS)
+  """Parts that rows of a batch are spread over; 1 on an empty mesh."""
+  return math.prod(mesh.shape.get(axis, 1) for axis in ROWS)
 
 
 def copies(prompts: int, group: int, mesh: Mesh) -> int:

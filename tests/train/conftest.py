@@ -25,13 +25,14 @@ from train.tokenizer import CharTokenizer
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_debug_key_reuse', True)
+jax.config.update('jax_num_cpu_devices', 8)  # for the tests that want a mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='session', autouse=True)
 def one_device():
-  """Runs use one device, also where other tests have asked for several."""
+  """Runs use one of the devices, unless a test asks for more."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sharding, 'all_devices', lambda: jax.devices()[:1])
     yield
