@@ -333,10 +333,17 @@ class Runner:
       patch.setattr(sys, 'argv', self.argv(**flags))
       return __main__.main()
 
-  def start(self, **flags) -> subprocess.Popen:
+  def start(self, *more, devices=1, **flags) -> subprocess.Popen:
     """The command in a process of its own."""
     return subprocess.Popen(
-      [sys.executable, '-c', MAIN, *self.argv(**flags)[1:]],
+      [
+        sys.executable,
+        '-c',
+        MAIN,
+        str(devices),
+        *self.argv(**flags)[1:],
+        *more,
+      ],
       env=self._environment,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -362,10 +369,11 @@ class Runner:
 
 
 MAIN = """
-import conftest, sys
-from train import __main__, tasks
+import conftest, jax, sys
+from train import __main__, processes, tasks
+jax.config.update('jax_num_cpu_devices', int(sys.argv.pop(1)))
 tasks.load_task = conftest.few_questions()
-sys.exit(__main__.main())
+sys.exit(processes.leave(__main__.main()))
 """
 
 

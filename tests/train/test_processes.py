@@ -1,0 +1,154 @@
+"""Several processes on the loopback address as one run."""
+
+import signal
+import socket
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from train import loop, pretrained, sharding
+
+FLAGS = dict(prompts=4, group=4, steps=2, eval_samples=4)
+MESH = 'data=2,fsdp=2,tensor=2'
+SECONDS = 240  # until a process is given up: cores may be busy
+
+
+@pytest.fixture
+def model(make_folder):
+  return make_folder(width=16, kv_heads=4, layers=1, vocab_size=32)
+
+
+@pytest.fixture
+def start(runner, model):
+  """Starts processes that share the eight devices; none outlives the test."""
+  started = []
+
+  def run(count, **changes):
+    with socket.socket() as probe:
+      probe.bind(('127.0.0.1', 0))
+      port = probe.getsockname()[1]
+    new = []
+    for i in range(count):
+      flags = FLAGS | dict(model=model, mesh=MESH) | changes
+      if flags.get('resume'):
+        flags = changes
+      new.append(
+        runner.start(
+          '--distributed',
+          devices=8 // count,
+          coordinator_address=f'127.0.0.1:{port}',
+          num_processes=count,
+          process_id=i,
+          **flags,
+        )
+      )
+    started.extend(new)
+    return new
+
+  yield run
+  for process in started:
+    process.kill()
+    process.wait()
+
+
+def ended(processes):
+  """The exit status and the output of each."""
+  outputs = [process.communicate(timeout=SECONDS) for process in processes]
+  return [p.returncode for p in processes], outputs
+
+
+def first_step(out, processes):
+  """Waits for the first line of metrics."""
+  until = time.monotonic() + SECONDS
+  file = out / 'metrics.jsonl'
+  while not (file.exists() and file.read_text()):
+    assert all(p.poll() is None for p in processes), ended(processes)
+    assert time.monotonic() < until
+    time.sleep(0.05)
+
+
+def assert_close(got, want):
+  assert len(got) == len(want)
+  for a, b in zip(got, want, strict=True):
+    assert a.keys() == b.keys()
+    for name in ('loss', 'grad_norm', 'entropy', 'reward_mean', 'kl_exact'):
+      assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
+    for name in ('sampled_tokens', 'completion_tokens', 'reward_failures'):
+      assert a[name] == b[name]
+
+
+def test_two_processes_are_one_run_and_four_resume_it(
+  runner, model, start, tmp_path, monkeypatch
+):
+  status, outputs = ended(start(2, out=tmp_path / 'two'))
+  assert status == [0, 0], outputs
+  assert 'Held-out reward' in outputs[0][0]
+  assert 'reward' not in outputs[1][0]  # one process speaks
+  monkeypatch.setattr(sharding, 'all_devices', jax.devices)
+  flags = FLAGS | dict(model=str(model), mesh=MESH)
+  loop.run(runner.config(**flags | dict(out=tmp_path / 'one', steps=3)))
+  one, two = (
+    runner.timeless(tmp_path / 'one'),
+    runner.timeless(tmp_path / 'two'),
+  )
+  assert_close(
+    [{k: v for k, v in r.items() if k[:5] != 'eval_'} for r in two],
+    [{k: v for k, v in r.items() if k[:5] != 'eval_'} for r in one[:2]],
+  )
+  status, outputs = ended(
+    start(4, out=tmp_path / 'two', resume=True, steps=3, mesh='fsdp=8')
+  )
+  assert status == [0, 0, 0, 0], outputs
+  assert 'resumed after step 2' in outputs[0][0]
+  assert_close(runner.timeless(tmp_path / 'two')[2:], one[2:])
+  # Visible weights may differ by a rounding where the sums differ.
+  saved = [
+    pretrained.load_huggingface(tmp_path / name / 'model').read()['embed']
+    for name in ('one', 'two')
+  ]
+  same = np.mean(saved[0] == saved[1])
+  assert same > 0.9
+  np.testing.assert_allclose(*map(np.float32, saved), rtol=2**-7, atol=1e-2)
+
+
+def test_a_signal_to_one_stops_all_with_a_checkpoint(start, tmp_path):
+  out = tmp_path / 'run'
+  running = start(2, out=out, steps=100_000)
+  first_step(out, running)
+  running[1].send_signal(signal.SIGTERM)
+  status, outputs = ended(running)
+  assert status == [128 + signal.SIGTERM] * 2, outputs
+  assert [p.name.isdigit() for p in (out / 'checkpoints').iterdir()] == [True]
+
+
+@pytest.mark.parametrize(
+  'killed', [0, pytest.param(1, marks=pytest.mark.slow)]
+)
+def test_a_process_that_dies_ends_the_others(start, tmp_path, killed):
+  out = tmp_path / 'run'
+  running = start(2, out=out, steps=100_000)
+  first_step(out, running)
+  running[killed].kill()
+  status, outputs = ended(running)
+  assert status[killed] == -signal.SIGKILL
+  assert status[1 - killed] != 0
+  assert outputs[1 - killed][1]  # says something
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (dict(mesh='data=7'), 'does not multiply to the 8 devices'),
+    (dict(mesh='tensor=8'), 'not divisible by tensor=8'),
+    (dict(prompts=1, eval_samples=0, mesh='data=8'), 'cannot be spread evenly'),
+  ],
+)
+def test_what_cannot_run_is_refused_by_every_process(
+  start, tmp_path, flags, message
+):
+  status, outputs = ended(start(2, out=tmp_path / 'run', **flags))
+  assert status == [2, 2], outputs
+  assert all(message in errors for _, errors in outputs)
+  assert not (tmp_path / 'run').exists()
