@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.sharding import ROWS, constrain, gathered
+from train.sharding import ROWS, constrain, gathered, spread
 
 _MASKED = -1e30  # finite: a query without any visible key must not give NaN
 
@@ -278,10 +278,14 @@ class Decoder(nnx.Module):
     x = _rms_norm(x, self.norm[...].astype(compute_dtype), eps)
     return x, own if cache is None else cache
 
+  @property
+  def _head(self) -> str:
+    return 'embed' if self.config.tied_embeddings else 'head'
+
   def head_weights(self, compute_dtype) -> jax.Array:
-    """What `logits` multiplies by, `[V, D]` or `[D, V]`, gathered."""
-    name = 'embed' if self.config.tied_embeddings else 'head'
-    return gathered(getattr(self, name)[...].astype(compute_dtype), name)
+    """What `logits` multiplies by, for a loop: see `sharding.spread`."""
+    weights = getattr(self, self._head)[...].astype(compute_dtype)
+    return spread(gathered(weights, self._head), self._head)
 
   def logits(
     self,
@@ -293,23 +297,33 @@ class Decoder(nnx.Module):
     """Logits of hidden states.
 
     Args:
-      hidden: `[..., D]`.
+      hidden: `[B, ..., D]`.
       compute_dtype: of the product.
-      weights: from `head_weights`, for many calls in a loop.
+      weights: from `head_weights`.
 
     Returns:
-      float32 `[..., V]`.
+      float32 `[B, ..., V]`.
     """
+
+    def product(hidden, weights):
+      tied = self.config.tied_embeddings
+      return jnp.einsum(
+        '...d,vd->...v' if tied else '...d,dv->...v',
+        hidden,
+        weights,
+        precision=_precision(compute_dtype),
+        preferred_element_type=jnp.float32,
+      )
+
+    hidden = hidden.astype(compute_dtype)
     if weights is None:
-      weights = self.head_weights(compute_dtype)
-    tied = self.config.tied_embeddings
-    return jnp.einsum(
-      '...d,vd->...v' if tied else '...d,dv->...v',
-      hidden.astype(compute_dtype),
-      weights,
-      precision=_precision(compute_dtype),
-      preferred_element_type=jnp.float32,
-    )
+      weights = getattr(self, self._head)[...].astype(compute_dtype)
+      return product(hidden, gathered(weights, self._head))
+    if weights.shape[0] == 1:
+      return product(hidden, weights[0])
+    rows = hidden.reshape(weights.shape[0], -1, *hidden.shape[1:])
+    rows = jax.vmap(product)(constrain(rows, ROWS), weights)
+    return rows.reshape(*hidden.shape[:-1], -1)
 
 
 def init_cache(

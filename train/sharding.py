@@ -254,6 +254,18 @@ def _gathered_backward(path, _, cotangent):
 gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
+def spread(weight: jax.Array, path: str) -> jax.Array:
+  """A gathered weight once for every row shard, `[shards, ...]`.
+
+  For use in a loop: its gradient adds up on every device by itself and is
+  summed over them once, after the loop, rather than in every turn.
+  """
+  count = row_shards(jax.sharding.get_abstract_mesh())
+  axes = _axes(weight, path, whole=True)
+  weights = jax.numpy.broadcast_to(weight[None], (count, *weight.shape))
+  return constrain(weights, ROWS, *axes)
+
+
 def gathered_tree(params: Any) -> Any:
   """All parameters gathered over `fsdp`: once for many uses."""
 

@@ -269,8 +269,13 @@ def divergence(scores: TokenScores, mask: jax.Array) -> dict[str, jax.Array]:
 def _sticking(params, opt_state, new_params, new_opt_state, start):
   leaves = jax.tree.leaves(params)
   if all(leaf.dtype == jnp.float32 for leaf in leaves):  # nothing is rounded
-    changed = jax.tree.map(lambda p, q: jnp.sum(p != q), params, new_params)
-    size = sum(leaf.size for leaf in leaves)
+    changed = jax.tree.map(
+      # float32: what is counted may exceed int32, and so may the size.
+      lambda p, q: jnp.sum(p != q, dtype=jnp.float32),
+      params,
+      new_params,
+    )
+    size = float(sum(leaf.size for leaf in leaves))
     fraction = sum(jax.tree.leaves(changed)) / size
     return {'changed_fraction': fraction, 'stuck_fraction': jnp.float32(0)}
   measured = sr_optax.sticking_metrics(
@@ -301,5 +306,5 @@ def _least_changes(params, before, after) -> jax.Array:
     return jnp.sum(jnp.minimum(jnp.abs(s1 - s0) * 2**limits.nmant / power, 1))
 
   totals = jax.tree.map(total, params, before, after)
-  size = sum(leaf.size for leaf in jax.tree.leaves(params))
+  size = float(sum(leaf.size for leaf in jax.tree.leaves(params)))
   return sum(jax.tree.leaves(totals)) / size

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+from train import pretrained
 from train.model import Decoder
 from train.pretrained import (
   PretrainedError,
@@ -207,6 +208,36 @@ def test_sharded_checkpoints_are_read_through_their_index(folder):
   index.write_text('{}')
   with pytest.raises(PretrainedError, match='has no weight_map'):
     load_huggingface(folder)
+
+
+def test_large_models_are_saved_in_several_files(tmp_path, monkeypatch):
+  model, path = load_huggingface(FIXTURES / 'llama'), tmp_path / 'a'
+  save_huggingface(path, *model, dtype='bfloat16')
+  whole = safetensors.numpy.load_file(path / 'model.safetensors')
+  most = 15_000  # bytes, more than the largest tensor has
+  monkeypatch.setattr(pretrained, '_FILE_BYTES', most)
+  save_huggingface(path, *model, dtype='bfloat16')  # in place of the one file
+  index = json.loads((path / 'model.safetensors.index.json').read_text())
+  names = sorted(file.name for file in path.glob('*.safetensors'))
+  count = len(names)
+  assert count > 2
+  assert names == [
+    f'model-{i + 1:05}-of-{count:05}.safetensors' for i in range(count)
+  ]
+  found = {}
+  for name in names:
+    part = safetensors.numpy.load_file(path / name)
+    assert sum(tensor.nbytes for tensor in part.values()) <= most
+    assert {t for t, n in index['weight_map'].items() if n == name} == {*part}
+    found |= part
+  assert_same(found, whole)
+  total = sum(tensor.nbytes for tensor in whole.values())
+  assert index['metadata'] == {'total_size': total}
+  assert_same(load_huggingface(path).read(), model.read())
+  # Back to one file: no shard and no index stay behind.
+  monkeypatch.undo()
+  save_huggingface(path, *model, dtype='bfloat16')
+  assert [f.name for f in path.glob('model*')] == ['model.safetensors']
 
 
 def test_older_configs_are_understood(folder):
