@@ -4,7 +4,6 @@ Rollout and train step are compiled for a TPU topology (or for virtual CPU
 devices) from shapes alone, and what they need and do is told per device.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +23,11 @@ os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import rich  # noqa: E402
 import tyro  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 from train import arms, hlo, loss_scale, programs, sharding  # noqa: E402
 from train.config import Config, ConfigError  # noqa: E402
@@ -184,8 +181,8 @@ class Check:
     context = PRESETS[self.model].context
     if not 1 <= self.prompt_tokens <= context - self.max_new_tokens:
       raise ConfigError(
-        f'prompt_tokens: expected 1 to {context - self.max_new_tokens} (context '
-        f'of {context} less the new tokens), got {self.prompt_tokens}'
+        f'prompt_tokens: expected 1 to {context - self.max_new_tokens} '
+        f'(context of {context} less the new tokens), got {self.prompt_tokens}'
       )
     same = {field.name for field in dataclasses.fields(Config)} - {'model'}
     return Config(**{k: v for k, v in vars(self).items() if k in same})
@@ -256,8 +253,10 @@ def check(task: Check) -> dict[str, Any]:
   devices, memory = find_devices(task.topology)
   mesh = sharding.make_mesh(task.mesh, devices)
   sharding.check_heads(model.heads, model.kv_heads, mesh)
+  # Before the mesh is set: nothing can run on its devices.
+  tx = arms.optimizer(arms.ARMS[config.arm], config.lr, jax.random.key(0))
   with jax.set_mesh(mesh):
-    state, compiling = _programs(config, model, task, mesh)
+    state, compiling = _programs(config, model, task, mesh, tx)
     result = {
       **{
         name: str(value) if isinstance(value, Path) else value
@@ -272,19 +271,17 @@ def check(task: Check) -> dict[str, Any]:
       'programs': {},
     }
     for name, program in compiling.items():
-      with _quiet():
-        result['programs'][name] = _compile(name, program, memory, task.hlo)
+      result['programs'][name] = _compile(name, program, memory, task.hlo)
   fits = [p['fits'] for p in result['programs'].values()]
   result['fits'] = None if memory is None else all(fits)
   return result
 
 
-def _programs(config: Config, model: ModelConfig, task: Check, mesh: Mesh):
+def _programs(config: Config, model: ModelConfig, task: Check, mesh: Mesh, tx):
   """The bytes of the state on a device, and the programs."""
   abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
   graphdef, weights = nnx.split(abstract, nnx.Param)
   arm, compute_dtype = arms.ARMS[config.arm], jnp.dtype(task.compute_dtype)
-  tx = arms.optimizer(arm, config.lr, jax.random.key(config.seed))
   built = programs.build(
     config,
     graphdef,
@@ -341,7 +338,9 @@ def _programs(config: Config, model: ModelConfig, task: Check, mesh: Mesh):
   reference = None
   if config.kl_every:
     policy = place(
-      jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), weights)
+      jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), weights
+      )
     )
     hidden = of_rows(batch, time, model.width, dtype=compute_dtype)
     reference = Reference(policy, hidden)
@@ -431,14 +430,36 @@ def _compile(
   }
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-  yield
-
-
 def show(result: dict[str, Any]) -> None:
-  """Prints a result as tables."""
-  print(result)
+  """Prints what one device holds, computes and moves."""
+  mesh = ', '.join(f'{axis} {n}' for axis, n in result['mesh'].items())
+  print(
+    f'{result["model"]}, {result["parameters"] / 1e9:.2f}B parameters, '
+    f'{result["arm"]}, on {result["topology"]}: {result["devices"]} devices '
+    f'({mesh})\n{result["prompts"]} prompts of {result["prompt_tokens"]} '
+    f'tokens x {result["group"]} completions of {result["max_new_tokens"]}; '
+    f'computing in {result["compute_dtype"]}\n\nper device'
+  )
+
+  def line(name, value, unit):
+    print(f'  {name:28}{value:12.3f} {unit}')
+
+  for name, size in result['state_bytes'].items():
+    line(name, size / _GIB, 'GiB')
+  for name, program in result['programs'].items():
+    print(f'{name} (compiled in {program["compile_seconds"]:.0f} s)')
+    line('temporaries', program['temporary_bytes'] / _GIB, 'GiB')
+    line('peak, with all that is kept', program['peak_bytes'] / _GIB, 'GiB')
+    line('matrix products', program['flops'] / 1e12, 'Tflop')
+    line('read and written', program['bytes_accessed'] / 1e9, 'GB')
+    for kind, moved in program['collectives'].items():
+      line(kind, moved['bytes'] / 1e9, f'GB in {moved["count"]}')
+  if result['fits'] is not None:
+    most = max(p['peak_bytes'] for p in result['programs'].values()) / _GIB
+    print(
+      f'{"fits" if result["fits"] else "DOES NOT FIT"}: {most:.1f} of '
+      f'{result["memory_bytes"] / _GIB:.0f} GiB'
+    )
 
 
 def main() -> int:

@@ -157,7 +157,7 @@ class Module:
     open_loops = set()
     for instruction, computation, times, fused in self._walk(open_trips):
       flops += times * _flops(instruction, computation)
-      if instruction.opcode == 'while' and instruction.trips is None:
+      if instruction.opcode == 'while' and self._trips(instruction) is None:
         open_loops.add(instruction.name)
       kind = instruction.opcode.removesuffix('-start')
       if kind in COLLECTIVES:
@@ -167,6 +167,23 @@ class Module:
         traffic += times * self._traffic(instruction, computation)
     collectives = {kind: Moved(*moved[kind]) for kind in sorted(moved)}
     return Costs(flops, traffic, collectives, len(open_loops))
+
+  def _trips(self, loop: Instruction) -> int | None:
+    """Turns of a loop: as the compiler says, or the bound that is compared.
+
+    TPU programs do not say; their counters start at 0.
+    """
+    if loop.trips is not None:
+      return loop.trips
+    condition = re.search(r'\bcondition=%?([\w.\-]+)', loop.attributes)[1]
+    bounds, opcodes, todo = [], set(), [condition]
+    while todo:
+      for one in self.computations[todo.pop()].values():
+        todo += one.called()
+        opcodes.add(one.opcode)
+        if one.opcode == 'constant' and one.arrays[0][:2] == ('s32', ()):
+          bounds.append(int(one.attributes.split()[0].rstrip(',')))
+    return bounds[0] if len(bounds) == 1 and 'and' not in opcodes else None
 
   def _walk(
     self, open_trips: int
@@ -179,7 +196,7 @@ class Module:
         yield instruction, computation, times, fused
         turns = times
         if instruction.opcode == 'while':
-          known = instruction.trips
+          known = self._trips(instruction)
           turns *= open_trips if known is None else known
         inside = fused or instruction.opcode == 'fusion'
         for called in instruction.called():
@@ -230,8 +247,10 @@ def _instruction(head: re.Match, line: str) -> Instruction:
     opcode,
     arrays,
     tuple(_NAME.findall(rest[: end - 1])),
-    # A parameter's number stands where operands do.
-    f'{rest[: end - 1]} {rest[end:]}' if opcode == 'parameter' else rest[end:],
+    # A parameter's number and a constant stand where operands do.
+    f'{rest[: end - 1]} {rest[end:]}'
+    if opcode in ('parameter', 'constant')
+    else rest[end:],
     bool(head[1]),
   )
 
@@ -319,7 +338,9 @@ def _flops(instruction: Instruction, computation: Computation) -> int:
     _result(name, computation)[0].shape for name in instruction.operands[:2]
   )
   if instruction.opcode == 'dot':
-    axes = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', instruction.attributes)
+    axes = re.search(
+      r'lhs_contracting_dims=\{([\d,]*)\}', instruction.attributes
+    )
     contracted = [left[int(axis)] for axis in axes[1].split(',') if axis]
     return 2 * math.prod(out.shape) * math.prod(contracted)
   return _convolution_flops(instruction.attributes, left, right, out.shape)
@@ -341,7 +362,9 @@ def _convolution_flops(
   groups = re.search(r'batch_group_count=(\d+)', attributes)
   total = 2 * out['b'] * out['f'] * right['i']
   window = re.search(r'\bwindow=\{([^}]*)\}', attributes)
-  fields = dict(field.split('=') for field in window[1].split()) if window else {}
+  fields = (
+    dict(field.split('=') for field in window[1].split()) if window else {}
+  )
   spatial = sorted(label for label in out if label.isdigit())
   for place, label in enumerate(spatial):
     total *= _places(fields, place, left[label], right[label], out[label])

@@ -1,0 +1,131 @@
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from train import aot, hlo
+
+
+def inspect(tmp_path, *flags):
+  """What the command finds for a small job, and its programs."""
+  argv = ['--model=SmolLM2-135M', '--topology=cpu:8', '--prompts=8']
+  argv += ['--group=2', '--prompt-tokens=16', '--max-new-tokens=8']
+  argv += ['--compute-dtype=float32', *flags]
+  done = subprocess.run(
+    [sys.executable, '-m', 'train.aot', *argv]
+    + [f'--json={tmp_path / "found.json"}', f'--hlo={tmp_path / "hlo"}'],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert 'matrix products' in done.stdout
+  texts = {f.stem: f.read_text() for f in (tmp_path / 'hlo').iterdir()}
+  return json.loads((tmp_path / 'found.json').read_text()), texts
+
+
+def test_flops_count_loops_and_fusions():
+  def run(x, weights):
+    def turn(x, w):
+      return jnp.tanh(x @ w), None
+
+    return jax.lax.scan(turn, x, weights)[0] @ weights[0]
+
+  compiled = (
+    jax.jit(run).lower(jnp.ones((8, 16)), jnp.ones((5, 16, 16))).compile()
+  )
+  costs = hlo.Module(compiled.as_text()).costs()
+  assert costs.flops == 6 * 2 * 8 * 16 * 16
+  assert costs.open_loops == 0 and not costs.collectives
+
+
+def test_stochastic_rounding_adds_no_collective_and_no_memory(tmp_path):
+  found = []
+  for arm in ('bf16', 'bf16-sr'):
+    (tmp_path / arm).mkdir()
+    result, _ = inspect(tmp_path / arm, '--mesh=fsdp=8', f'--arm={arm}')
+    found.append(result['programs']['train_step'])
+  nearest, stochastic = found
+  assert nearest['collectives'] == stochastic['collectives']
+  assert nearest['collectives'].keys() >= {'all-gather', 'all-reduce'}
+  for name in ('bytes_accessed', 'temporary_bytes', 'peak_bytes'):
+    assert stochastic[name] == pytest.approx(nearest[name], rel=0.01), name
+  assert nearest['flops'] == stochastic['flops']
+
+
+def test_no_sharded_weight_is_whole_on_a_device(tmp_path):
+  result, texts = inspect(tmp_path, '--mesh=fsdp=8', '--kl-every=0')
+  state = result['state_bytes']
+  whole = result['parameters'] * 14  # weights 2, shadow 4, moments 8 bytes
+  assert sum(state.values()) <= whole / 7
+  [step] = [text for name, text in texts.items() if 'train_step' in name]
+  shapes = {array.shape for array in hlo.Module(step).arrays()}
+  # One layer is gathered at a time, the embeddings once, the rest never.
+  assert (49152, 576) in shapes
+  stacked = [(30, 576, 9, 64), (30, 576, 3, 64), (30, 9, 64, 576)]
+  stacked += [(30, 576, 1536), (30, 1536, 576)]
+  assert not shapes & set(stacked)
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    ('--model=gpt-5', "unknown model 'gpt-5'; there are: SmolLM2-135M"),
+    ('--topology=v9:2x2', "unknown topology 'v9:2x2'; there are"),
+    ('--topology=cpu:8 --mesh=fsdp=7', 'does not multiply to the 8 devices'),
+    ('--topology=cpu:8 --mesh=tensor=8', 'not divisible by tensor=8'),
+    ('--topology=cpu:8 --prompts=1 --group=3', 'cannot be spread evenly'),
+    ('--prompt-tokens=200000', 'prompt_tokens: expected 1 to'),
+  ],
+)
+def test_what_does_not_exist_is_refused(flags, message):
+  done = subprocess.run(
+    [sys.executable, '-m', 'train.aot', *flags.split()],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2
+  assert message in done.stderr
+
+
+def test_a_missing_compiler_says_how_to_install_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'libtpu', None)
+  with pytest.raises(aot.TopologyError, match=r"pip install 'jax\[tpu\]'"):
+    aot.find_devices('v5p:2x2x1')
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_adds_nothing_on_a_tpu_either(tmp_path):
+  pytest.importorskip('libtpu')
+  found = []
+  for arm in ('bf16', 'bf16-sr'):
+    (tmp_path / arm).mkdir()
+    flags = ['--topology=v5p:2x2x2', '--mesh=fsdp=8', f'--arm={arm}']
+    flags += ['--compute-dtype=bfloat16']
+    result, _ = inspect(tmp_path / arm, *flags)
+    found.append(result['programs']['train_step'])
+  nearest, stochastic = found
+  assert nearest['collectives'] == stochastic['collectives']
+  assert stochastic['bytes_accessed'] == pytest.approx(
+    nearest['bytes_accessed'], rel=0.01
+  )
+
+
+@pytest.mark.slow
+def test_a_7b_model_fits_on_64_chips(tmp_path):
+  pytest.importorskip('libtpu')
+  done = subprocess.run(
+    [sys.executable, '-m', 'train.aot', '--mesh=fsdp=16,tensor=4']
+    + [f'--json={tmp_path / "found.json"}'],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  found = json.loads((tmp_path / 'found.json').read_text())
+  assert found['fits']
+  # 16 bytes a parameter, over 64 devices; the norms and biases are not cut.
+  assert sum(found['state_bytes'].values()) == pytest.approx(
+    found['parameters'] * 16 / 64, rel=0.01
+  )
