@@ -1,17 +1,31 @@
 #!/usr/bin/env bash
-# Post-trains on GPUs under SLURM: one process a GPU, found by JAX from SLURM's
-# variables. Submit with: MODEL=... OUT=... sbatch examples/slurm_gpu.sh
+# Post-trains on GPUs under SLURM: one process a GPU, which JAX joins by itself.
+# Run in this checkout, its environment with jax[cuda12], on a shared file
+# system; submit again to go on:
+#
+#   MODEL=/shared/model OUT=/shared/run sbatch examples/slurm_gpu.sh
+#
+# To change: the numbers below, --task, --mesh and the sizes; see docs/scale.md.
+# Whole nodes, and no --gpus-per-task: JAX wants every process to see all GPUs
+# of its node and takes the one of its number.
+# https://github.com/jax-ml/jax/issues/28194
+# Not run on a cluster; checked by tests/train/test_examples.py.
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=8
+#SBATCH --exclusive
 #SBATCH --gpus-per-node=8
-#SBATCH --signal=TERM@120
+#SBATCH --ntasks-per-node=8
+#SBATCH --time=12:00:00
+# A checkpoint before the time is up: as long as a step and saving take.
+#SBATCH --signal=TERM@300
 set -euo pipefail
-: "${MODEL:?path of the model}" "${OUT:?run folder that all nodes see}"
+: "${MODEL:?path of the model}" "${OUT:?run folder}"
 
-# SIGTERM, 120 s before the time limit, saves a checkpoint; the next job resumes.
-if [ -d "$OUT/checkpoints" ]; then
-  exec srun .venv/bin/python -m train --distributed --resume --out "$OUT"
-fi
-exec srun .venv/bin/python -m train --distributed --out "$OUT" --model "$MODEL" \
-  --task reasoning_gym:chain_sum --mesh data=2,fsdp=8 \
-  --prompts 64 --group 8 --max-new-tokens 256 --lr 1e-6 --checkpoint-every 50
+# By default JAX may not use all of a GPU's memory.
+export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
+resume=()
+if [ -f "$OUT/config.json" ]; then resume=(--resume); fi
+# fsdp within a node, data between nodes.
+srun .venv/bin/python -m train --distributed "${resume[@]}" --out "$OUT" \
+  --model "$MODEL" --task reasoning_gym:chain_sum --mesh data=2,fsdp=8 \
+  --prompts 64 --group 8 --micro-batch 16 --max-new-tokens 256 --lr 1e-6 \
+  --steps 200 --checkpoint-every 50

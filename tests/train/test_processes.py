@@ -123,9 +123,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(start, tmp_path):
   assert [p.name.isdigit() for p in (out / 'checkpoints').iterdir()] == [True]
 
 
-@pytest.mark.parametrize(
-  'killed', [0, pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('killed', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_dies_ends_the_others(start, tmp_path, killed):
   out = tmp_path / 'run'
   running = start(2, out=out, steps=100_000)
