@@ -395,7 +395,8 @@ def _compile(
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    return {'fits': False, 'error': str(error)}
+    # What follows lists buffers.
+    return {'fits': False, 'error': str(error).split('\n\n')[0]}
   seconds = time.monotonic() - started
   text = compiled.as_text()
   if folder is not None:
@@ -446,7 +447,12 @@ def show(result: dict[str, Any]) -> None:
 
   for name, size in result['state_bytes'].items():
     line(name, size / _GIB, 'GiB')
+  compiled = {}
   for name, program in result['programs'].items():
+    if 'error' in program:
+      print(f'{name}: the compiler found no room for it\n  {program["error"]}')
+      continue
+    compiled[name] = program
     print(f'{name} (compiled in {program["compile_seconds"]:.0f} s)')
     line('temporaries', program['temporary_bytes'] / _GIB, 'GiB')
     line('peak, with all that is kept', program['peak_bytes'] / _GIB, 'GiB')
@@ -455,10 +461,13 @@ def show(result: dict[str, Any]) -> None:
     for kind, moved in program['collectives'].items():
       line(kind, moved['bytes'] / 1e9, f'GB in {moved["count"]}')
   if result['fits'] is not None:
-    most = max(p['peak_bytes'] for p in result['programs'].values()) / _GIB
+    memory = result['memory_bytes'] / _GIB
+    most = 'more than there is'
+    if len(compiled) == len(result['programs']):
+      most = f'{max(p["peak_bytes"] for p in compiled.values()) / _GIB:.1f}'
     print(
-      f'{"fits" if result["fits"] else "DOES NOT FIT"}: {most:.1f} of '
-      f'{result["memory_bytes"] / _GIB:.0f} GiB'
+      f'{"fits" if result["fits"] else "DOES NOT FIT"}: {most} of '
+      f'{memory:.0f} GiB'
     )
 
 

@@ -32,6 +32,7 @@ _HEAD = re.compile(r'\s*(ROOT )?%?([\w.\-]+) = ')
 _NAME = re.compile(r'%([\w.\-]+)')
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _CALLED = re.compile(r'\b(?:calls|body|condition|to_apply)=%?([\w.\-]+)')
+_CHANNEL = re.compile(r'\bchannel_id=(\d+)')
 _BRANCHES = re.compile(
   r'\b(?:branch_computations=\{([^}]*)\}'
   r'|(?:true|false)_computation=(%?[\w.\-]+))'
@@ -142,8 +143,8 @@ class Module:
 
   def arrays(self) -> Iterator[Array]:
     """Every array outside of fusions: what may get a buffer."""
-    for instruction, _, _, fused in self._walk(1):
-      if not fused:
+    for instruction, computation, body, _ in self._walk(1):
+      if computation is body:
         yield from instruction.arrays
 
   def costs(self, open_trips: int = 1) -> Costs:
@@ -154,16 +155,24 @@ class Module:
     """
     flops = traffic = 0
     moved = collections.defaultdict(lambda: [0, 0])
-    open_loops = set()
-    for instruction, computation, times, fused in self._walk(open_trips):
+    open_loops, spread = set(), set()
+    for instruction, computation, body, times in self._walk(open_trips):
       flops += times * _flops(instruction, computation)
       if instruction.opcode == 'while' and self._trips(instruction) is None:
         open_loops.add(instruction.name)
       kind = instruction.opcode.removesuffix('-start')
       if kind in COLLECTIVES:
+        if computation is not body:
+          # A TPU spreads one collective over several fusions of a body.
+          part = (id(body), *_identity(instruction))
+          if part in spread:
+            continue
+          spread.add(part)
+          if _cut(instruction, computation):
+            kind = 'reduce-scatter'
         moved[kind][0] += times
         moved[kind][1] += times * _moved(instruction, computation)
-      if not fused:
+      if computation is body:
         traffic += times * self._traffic(instruction, computation)
     collectives = {kind: Moved(*moved[kind]) for kind in sorted(moved)}
     return Costs(flops, traffic, collectives, len(open_loops))
@@ -187,22 +196,23 @@ class Module:
 
   def _walk(
     self, open_trips: int
-  ) -> Iterator[tuple[Instruction, Computation, int, bool]]:
-    """What runs, how often, and whether inside of a fusion."""
+  ) -> Iterator[tuple[Instruction, Computation, Computation, int]]:
+    """What runs, where, the same outside of fusions, and how often."""
 
-    def visit(name, times, fused):
+    def visit(name, times, body=None):
       computation = self.computations[name]
+      body = computation if body is None else body
       for instruction in computation.values():
-        yield instruction, computation, times, fused
+        yield instruction, computation, body, times
         turns = times
         if instruction.opcode == 'while':
           known = self._trips(instruction)
           turns *= open_trips if known is None else known
-        inside = fused or instruction.opcode == 'fusion'
+        fused = computation is not body or instruction.opcode == 'fusion'
         for called in instruction.called():
-          yield from visit(called, turns, inside)
+          yield from visit(called, turns, body if fused else None)
 
-    return visit(self.entry, 1, False)
+    return visit(self.entry, 1)
 
   def _traffic(self, instruction: Instruction, computation: Computation) -> int:
     """Bytes that an instruction reads and writes in the device's memory.
@@ -210,8 +220,7 @@ class Module:
     Operands and result; of what is only sliced, or updated in place, the slice.
     """
     if instruction.opcode == 'fusion':
-      fused = self.computations[instruction.called()[0]]
-      return _fusion_traffic(instruction, computation, fused)
+      return self._fusion_traffic(instruction, computation)
     if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
       return 0
     operands = [_result(name, computation) for name in instruction.operands]
@@ -226,6 +235,64 @@ class Module:
     if instruction.opcode.endswith('-start'):  # its tuple lists the operands
       arrays = arrays[len(operands) :][: len(operands)]
     return _bytes(arrays) + sum(map(_bytes, operands))
+
+  def _fusion_traffic(
+    self, fusion: Instruction, computation: Computation
+  ) -> int:
+    operands = [_result(name, computation) for name in fusion.operands]
+    read = sum(
+      min(_bytes(arrays), self._read(fusion, number))
+      for number, arrays in enumerate(operands)
+    )
+    return read + min(_bytes(fusion.arrays), self._written(fusion))
+
+  def _read(self, fusion: Instruction, number: int) -> float:
+    """Bytes that a fusion needs of an operand; infinite: of all of it."""
+    inside = self.computations[fusion.called()[0]]
+
+    def needed(name):
+      total = 0
+      for user in inside.values():
+        for place, operand in enumerate(user.operands):
+          if operand == name:
+            total += by(user, place)
+      return total
+
+    def by(user, place):
+      match user.opcode:
+        case 'bitcast':
+          return needed(user.name)
+        case 'dynamic-slice' | 'slice' | 'gather' if not place:
+          return sum(array.bytes for array in user.arrays)
+        case 'dynamic-update-slice' if not place:
+          return 0  # in place
+        case 'fusion':
+          return self._read(user, place)
+      return math.inf
+
+    names = [
+      one.name
+      for one in inside.values()
+      if one.opcode == 'parameter' and int(one.attributes.split()[0]) == number
+    ]
+    return sum(map(needed, names))
+
+  def _written(self, fusion: Instruction) -> int:
+    """Bytes that a fusion writes; of an update in place, the update."""
+    inside = self.computations[fusion.called()[0]]
+
+    def of(name):
+      one = inside[name]
+      match one.opcode:
+        case 'bitcast' | 'tuple':
+          return sum(map(of, one.operands))
+        case 'dynamic-update-slice':
+          return sum(a.bytes for a in _result(one.operands[1], inside))
+        case 'fusion':
+          return self._written(one)
+      return sum(array.bytes for array in one.arrays)
+
+    return sum(of(one.name) for one in inside.values() if one.root)
 
 
 def _instruction(head: re.Match, line: str) -> Instruction:
@@ -273,6 +340,20 @@ def _bytes(arrays: Iterable[Array]) -> int:
   return sum(array.bytes for array in arrays if not array.on_chip)
 
 
+def _identity(collective: Instruction) -> tuple:
+  """What the parts of a spread collective have in common."""
+  channel = _CHANNEL.search(collective.attributes)
+  shapes = tuple(array[:2] for array in collective.arrays)
+  return collective.opcode, channel and channel[1], shapes
+
+
+def _cut(reduction: Instruction, computation: Computation) -> bool:
+  """Whether a TPU runs an all-reduce in a fusion as a reduce-scatter."""
+  return reduction.opcode == 'all-reduce' and any(
+    one.opcode == 'dynamic-slice' for one in computation.values()
+  )
+
+
 def _moved(instruction: Instruction, computation: Computation) -> int:
   operands = [
     array
@@ -283,50 +364,6 @@ def _moved(instruction: Instruction, computation: Computation) -> int:
   if instruction.opcode in ('all-gather-start', 'collective-permute-start'):
     results = results[len(operands) :][: len(operands)]
   return max(sum(a.bytes for a in arrays) for arrays in (operands, results))
-
-
-def _fusion_traffic(
-  instruction: Instruction, computation: Computation, fused: Computation
-) -> int:
-  users = collections.defaultdict(list)
-  for inner in fused.values():
-    for name in inner.operands:
-      users[name].append(inner)
-
-  def read(name):
-    """Bytes of a value that its users need."""
-    total = 0
-    for user in users[name]:
-      match user.opcode:
-        case 'bitcast':
-          total += read(user.name)
-        case 'dynamic-slice' | 'slice':
-          total += sum(array.bytes for array in user.arrays)
-        case 'gather' if user.operands[0] == name:
-          total += sum(array.bytes for array in user.arrays)
-        case 'dynamic-update-slice' if user.operands[0] == name:
-          pass  # in place
-        case _:
-          return math.inf
-    return total
-
-  def written(name):
-    inner = fused[name]
-    if inner.opcode in ('bitcast', 'tuple'):
-      return sum(map(written, inner.operands))
-    if inner.opcode == 'dynamic-update-slice':
-      return sum(a.bytes for a in _result(inner.operands[1], fused))
-    return sum(array.bytes for array in inner.arrays)
-
-  total = 0
-  for inner in fused.values():
-    if inner.opcode == 'parameter':
-      number = int(inner.attributes.split()[0])
-      whole = _bytes(_result(instruction.operands[number], computation))
-      total += min(whole, read(inner.name))
-    if inner.root:
-      total += min(_bytes(instruction.arrays), written(inner.name))
-  return total
 
 
 def _flops(instruction: Instruction, computation: Computation) -> int:
