@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from train import advantages, arms, losses, sharding, tasks
@@ -269,6 +270,11 @@ class Config:
         f'kl_every={self.kl_every}'
       )
     self._check_processes()
+    if self.out is not None and re.match(r'[a-z]\w+:/', str(self.out)):
+      raise ConfigError(
+        f'out: expected a folder of a mounted file system, got the URL '
+        f'{self.out}'
+      )
     if self.resume and self.out is None:
       raise ConfigError('resume: name the run folder with --out')
     if self.eval_samples % self.group:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from train import arms, plot, pretrained, processes, sharding, trackers
 from train.chat import load_chat
@@ -24,6 +25,9 @@ from train.progress import Progress
 from train.run_folder import RunFolder, settings
 from train.tasks import Task
 from train.trainer import Trainer
+
+# Flags that each of several processes may have its own value of.
+_OWN = ('process_id', 'coordinator_address', 'out')
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -56,20 +60,25 @@ def run(config: Config) -> dict[str, Any]:
     config.resume,
     write=processes.first(),
   )
-  compute_dtype = _compute_dtype(config)
   task = config.load_task()
+  # Held by `_run` alone, which frees the weights once the state is made.
+  policy = [_load_policy(config, task, mesh)]
+  with jax.set_mesh(mesh):
+    return _run(config, task, policy.pop(), folder, started)
+
+
+def _load_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
   processes.say(f'Loading {config.model}')
   policy = load_policy(config.model, task, mesh)
-  if config.chat_template != 'none':
-    tokenizer = load_chat(
-      policy.tokenizer,
-      config.chat_template,
-      system_prompt=config.system_prompt,
-      variables=json.loads(config.chat_template_args),
-    )
-    policy = policy._replace(tokenizer=tokenizer)
-  with jax.set_mesh(mesh):
-    return _run(config, task, policy, folder, compute_dtype, started)
+  if config.chat_template == 'none':
+    return policy
+  tokenizer = load_chat(
+    policy.tokenizer,
+    config.chat_template,
+    system_prompt=config.system_prompt,
+    variables=json.loads(config.chat_template_args),
+  )
+  return policy._replace(tokenizer=tokenizer)
 
 
 def _run(
@@ -77,9 +86,16 @@ def _run(
   task: Task,
   policy: Policy,
   folder: RunFolder,
-  compute_dtype: jnp.dtype,
   started: float,
 ) -> dict[str, Any]:
+  compute_dtype = _compute_dtype(config)
+  fingerprints = {
+    'task_fingerprint': task.fingerprint(),
+    'prompt_fingerprint': policy.tokenizer.prompt_fingerprint,
+  }
+  known = settings(config)
+  shared = {name: x for name, x in known.items() if name not in _OWN}
+  processes.same(shared | fingerprints)
   trainer = Trainer(config, task, policy, compute_dtype)
   resolved = {
     'compute_dtype': jnp.dtype(compute_dtype).name,
@@ -87,12 +103,11 @@ def _run(
     'best_constant': task.best_constant[0],
     'best_constant_share': task.best_constant[1],
     'parameters': sum(x.size for x in jax.tree.leaves(policy.params)),
-    'task_fingerprint': task.fingerprint(),
-    'prompt_fingerprint': policy.tokenizer.prompt_fingerprint,
+    **fingerprints,
     'weights_fingerprint': policy.fingerprint(),
   }
   policy = policy._replace(params=None)  # frees the FP32 copy
-  known = settings(config) | resolved
+  known |= resolved
   identity = {name: known[name] for name in IDENTITY}
   checkpoints = Checkpoints(folder.path, keep=config.keep)
   first = 0

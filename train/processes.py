@@ -6,6 +6,8 @@ the first one prints and writes. Rewards are small, so all processes then know
 all of them, and decide alike.
 """
 
+import hashlib
+import json
 import os
 import sys
 import time
@@ -74,6 +76,24 @@ def highest(value: int) -> int:
   if jax.process_count() == 1:
     return value
   return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+
+
+def same(values: dict[str, Any]) -> None:
+  """Makes sure that all processes were given the same; all of them call it.
+
+  Raises:
+    ConfigError: on every process, naming what differs.
+  """
+  if jax.process_count() == 1:
+    return
+  texts = [json.dumps(value).encode() for value in values.values()]
+  digests = [hashlib.sha256(text).digest() for text in texts]
+  own = np.array([np.frombuffer(digest, np.uint32) for digest in digests])
+  found = multihost_utils.process_allgather(own)  # [processes, values, 8]
+  differ = np.any(found != found[:1], axis=(0, 2))
+  names = [name for name, x in zip(values, differ, strict=True) if x]
+  if names:
+    raise ConfigError(f'the processes differ in: {", ".join(names)}')
 
 
 def fetch(tree: Any) -> Any:

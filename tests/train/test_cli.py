@@ -77,6 +77,7 @@ def refused(run, message, *flags):
     (['--kl-penalty=1', '--kl-every=2'], 'kl_penalty needs kl_every=1'),
     (['--eval-samples=12'], 'expected a multiple of group, 8'),
     (['--checkpoint-every=-2'], 'checkpoint_every: expected >= 0, got -2'),
+    (['--out=gs://bucket/run'], 'expected a folder of a mounted file system'),
     (['--keep=0'], 'keep: expected >= 1, got 0'),
     (['--steps=many'], "invalid literal for int() with base 10: 'many'"),
     (['--batch=4'], 'Unrecognized options: --batch'),

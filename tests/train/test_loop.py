@@ -2,6 +2,7 @@ import json
 import math
 import os
 import pathlib
+import weakref
 from dataclasses import dataclass
 
 import jax
@@ -63,6 +64,28 @@ def assert_same_bits(a, b):
   a, b = np.asarray(a), np.asarray(b)
   assert (a.dtype, a.shape) == (b.dtype, b.shape)
   assert a.tobytes() == b.tobytes()
+
+
+def test_no_step_runs_beside_the_weights_that_the_run_was_loaded_with(
+  runner, monkeypatch
+):
+  loaded, alive = [], []
+  load = loop.load_policy
+
+  def watch(*args):
+    policy = load(*args)
+    loaded.extend(map(weakref.ref, jax.tree.leaves(policy.params)))
+    return policy
+
+  class Trainer(loop.Trainer):
+    def step(self, step):
+      alive.append([ref() is not None for ref in loaded])
+      return super().step(step)
+
+  monkeypatch.setattr(loop, 'load_policy', watch)
+  monkeypatch.setattr(loop, 'Trainer', Trainer)
+  loop.run(runner.config(steps=1))
+  assert loaded and alive == [[False] * len(loaded)]
 
 
 def test_a_run_leaves_everything_behind_and_its_seed_repeats_it(

@@ -25,7 +25,8 @@ def start(runner, model):
   """Starts processes that share the eight devices; none outlives the test."""
   started = []
 
-  def run(count, **changes):
+  def run(count, last=None, **changes):
+    """`last`: flags of the last one alone."""
     with socket.socket() as probe:
       probe.bind(('127.0.0.1', 0))
       port = probe.getsockname()[1]
@@ -34,6 +35,8 @@ def start(runner, model):
       flags = FLAGS | dict(model=model, mesh=MESH) | changes
       if flags.get('resume'):
         flags = changes
+      if i == count - 1:
+        flags = flags | (last or {})
       new.append(
         runner.start(
           '--distributed',
@@ -150,3 +153,12 @@ def test_what_cannot_run_is_refused_by_every_process(
   assert status == [2, 2], outputs
   assert all(message in errors for _, errors in outputs)
   assert not (tmp_path / 'run').exists()
+
+
+def test_processes_that_were_not_given_the_same_are_refused(start, tmp_path):
+  out = tmp_path / 'run'
+  status, outputs = ended(start(2, out=out, last=dict(seed=3, lr=0.5)))
+  assert status == [2, 2], outputs
+  message = 'the processes differ in: lr, seed'
+  assert all(message in errors for _, errors in outputs)
+  assert not out.exists()
