@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import device
+from benchmarks.device import __main__ as device
+from benchmarks.device import optimizer_checks, reference
+from benchmarks.device.results import Failed
 from sr_optax import link, noise, residual, rounding
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -152,10 +154,12 @@ def test_a_planted_fault_fails(fault, tmp_path, monkeypatch):
 def test_an_elided_cast_fails(monkeypatch):
   # Weights that stay FP32 inside the program, with all their bits.
   monkeypatch.setattr(
-    device.sr_optax, 'init_from_shadow', lambda tx, shadow: (shadow, None)
+    optimizer_checks.sr_optax,
+    'init_from_shadow',
+    lambda tx, shadow: (shadow, None),
   )
-  with pytest.raises(device.Failed) as error:
-    device.check_casts()
+  with pytest.raises(Failed) as error:
+    optimizer_checks.check_casts()
   assert error.value.numbers['rounded_off_grid'] > 0.9
 
 
@@ -163,8 +167,8 @@ def test_the_numpy_rounding_is_the_fraction_in_counts():
   # Without the library: of 2^16 draws as many round away as bits are dropped.
   word = np.full(2**16, 0x3F801234, np.uint32)
   u = np.arange(2**16, dtype=np.uint32) << 16
-  up = device.expected_rounding(word, u, device._BF16) == 0x3F81
+  up = reference.expected_rounding(word, u, reference.BF16) == 0x3F81
   assert up.sum() == 0x1234
   # FP16 drops 13 bits of 0x1234: 0x1234 / 2^13, in 2^16 draws 8 times as many.
-  code = device.expected_rounding(word, u, device._FP16)
+  code = reference.expected_rounding(word, u, reference.FP16)
   assert (code == 0x3C01).sum() == 0x1234 * 8

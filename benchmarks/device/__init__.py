@@ -1,0 +1,1 @@
+"""Checks and timings of one accelerator: `python -m benchmarks.device`."""
