@@ -111,10 +111,19 @@ class ModelConfig:
 
 
 class KeyValues(NamedTuple):
-  """Keys and values of all layers, of a prompt or of a decoding cache."""
+  """Keys and values of a layer, or of all, laid out for their products."""
 
-  k: jax.Array  # [L, B, S, K, H], after RoPE
-  v: jax.Array  # [L, B, S, K, H]
+  k: jax.Array  # [..., B, K, H, S], after RoPE
+  v: jax.Array  # [..., B, K, S, H]
+
+
+class LayerWise(NamedTuple):
+  """The weights as `Decoder.decode` wants them, not stacked."""
+
+  embed: jax.Array  # [V, D]
+  blocks: list[dict[str, jax.Array]]  # of each layer
+  norm: jax.Array  # [D]
+  head: jax.Array  # [V, D] if the embeddings are tied, else [D, V]
 
 
 class Blocks(nnx.Module):
@@ -183,88 +192,44 @@ class Decoder(nnx.Module):
     *,
     prefix: KeyValues | None = None,
     prefix_valid: jax.Array | None = None,
-    cache: KeyValues | None = None,
-    cache_index: jax.Array | int | None = None,
     compute_dtype=jnp.float32,
     remat: bool = False,
   ) -> tuple[jax.Array, KeyValues]:
-    """Runs all layers.
+    """Runs all layers over whole sequences.
 
-    Without a cache, queries see the valid tokens up to themselves; with one,
-    the cache slots up to their own, which are all real because completions
-    are dense from slot 0 (`valid` is not used then). With a prefix they see
-    the valid tokens of their prompt as well.
+    Queries see the valid tokens up to themselves and, with a prefix, the valid
+    tokens of their prompt.
 
     Args:
       tokens: int32 `[B, T]`, padded on the right.
       positions: int32 `[B, T]`, number of real tokens before each token.
       valid: bool `[B, T]`, False where padded.
-      prefix: `[L, P, S, K, H]`, what this method returned for the prompts.
+      prefix: of all layers, what this method returned for P prompts.
       prefix_valid: bool `[P, S]`, the `valid` of the prompts.
-      cache: `[L, B, S, K, H]`, see `init_cache`.
-      cache_index: int32 scalar, slot of the first token; the caller keeps
-        `cache_index + T <= S`.
       compute_dtype: of matrix products and activations. RMSNorm, RoPE and
         softmax are float32 always.
       remat: recompute whole layers in the backward pass, matrix products too.
 
     Returns:
-      Normed hidden states `[B, T, D]` in `compute_dtype`, and the updated
-      cache or, without one, the keys and values of these T tokens.
+      Normed hidden states `[B, T, D]` in `compute_dtype`, and the keys and
+      values of these T tokens, stacked along a leading axis L.
 
     Raises:
-      ValueError: a prefix without `prefix_valid` or a cache without
-        `cache_index`, or the reverse; a P that does not divide B.
+      ValueError: a prefix without `prefix_valid` or the reverse; a P that does
+        not divide B.
     """
-    batch = tokens.shape[0]
-    if (prefix is None) != (prefix_valid is None):
-      raise ValueError('prefix and prefix_valid go together')
-    if prefix is not None and batch % prefix_valid.shape[0]:
-      raise ValueError(
-        f'batch {batch} is not a multiple of {prefix_valid.shape[0]} prompts'
-      )
-    if (cache is None) != (cache_index is None):
-      raise ValueError('cache and cache_index go together')
-
-    slots = None if cache is None else cache.k.shape[2]
-    mask = _visible(valid, prefix_valid, slots, cache_index)
+    query = jnp.arange(tokens.shape[1])[:, None]
+    mask = valid[:, None] & (query >= query.T)[None]
+    mask = _with_prefix(mask, prefix, prefix_valid)
     rotation = _rotation(positions, self.config)
-    eps, precision = self.config.rms_eps, _precision(compute_dtype)
 
-    def layer(carry, xs):
-      x, cache = carry
-      index, weights, prefix = xs
-      w = _matrices(
-        {
-          name: gathered(leaf.astype(compute_dtype), f'blocks/{name}')
-          for name, leaf in weights.items()
-        }
-      )
-      y = _rms_norm(x, w['attention_norm'], eps)
-      q, k, v = _project(y, w, self.config.head_width, rotation, eps, precision)
-      own = KeyValues(k, v)
-      if cache is not None:
-        # In the carry, in place: 1.5 times faster on CPUs than through xs and
-        # ys; unrolling the scan does not help decoding.
-        cache = jax.tree.map(
-          lambda full, new: jax.lax.dynamic_update_slice(
-            full, new[None].astype(full.dtype), (index, 0, cache_index, 0, 0)
-          ),
-          cache,
-          own,
-        )
-        own = jax.tree.map(lambda full: full[index], cache)
-      segments = [own] if prefix is None else [prefix, own]
-      segments = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), segments)
-      y = _attend(q, segments, mask, precision)
-      x += _linear(y.reshape(*y.shape[:2], -1), w['o'], precision)
-      x = constrain(x, ROWS)
-      y = _rms_norm(x, w['mlp_norm'], eps)
-      gate = _linear(y, w['gate'], precision)
-      y = jax.nn.silu(gate) * _linear(y, w['up'], precision)
-      y = constrain(y, ROWS, None, 'tensor')
-      x = constrain(x + _linear(y, w['down'], precision), ROWS)
-      return (x, cache), own if cache is None else None
+    def layer(x, xs):
+      weights, prefix = xs
+      weights = {
+        name: gathered(leaf.astype(compute_dtype), f'blocks/{name}')
+        for name, leaf in weights.items()
+      }
+      return self._layer(x, weights, rotation, mask, prefix)
 
     # Elementwise work is always redone in the backward pass: it is cheap, and
     # what it would keep is more than the products' results.
@@ -272,11 +237,94 @@ class Decoder(nnx.Module):
     layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
     weights = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
     x = gathered(self.embed[...], 'embed')[tokens].astype(compute_dtype)
-    x = constrain(x, ROWS)  # [B, T, D]
-    xs = (jnp.arange(self.config.layers), weights, prefix)
-    (x, cache), own = jax.lax.scan(layer, (x, cache), xs)
-    x = _rms_norm(x, self.norm[...].astype(compute_dtype), eps)
-    return x, own if cache is None else cache
+    x, own = jax.lax.scan(layer, constrain(x, ROWS), (weights, prefix))
+    x = _rms_norm(x, self.norm[...].astype(compute_dtype), self.config.rms_eps)
+    return x, own
+
+  def layer_wise(self, compute_dtype) -> LayerWise:
+    """The weights for `decode`: cast, gathered and cut once for many tokens."""
+
+    def ready(weight, path):
+      return gathered(weight.astype(compute_dtype), path)
+
+    stacked = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
+    blocks = [
+      {name: ready(leaf[i], f'blocks/{name}') for name, leaf in stacked.items()}
+      for i in range(self.config.layers)
+    ]
+    embed = ready(self.embed[...], 'embed')
+    tied = self.config.tied_embeddings
+    head = embed if tied else ready(self.head[...], 'head')
+    return LayerWise(embed, blocks, self.norm[...].astype(compute_dtype), head)
+
+  def decode(
+    self,
+    weights: LayerWise,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: list[KeyValues],
+    index: jax.Array | int,
+    *,
+    prefix: list[KeyValues] | None = None,
+    prefix_valid: jax.Array | None = None,
+  ) -> tuple[jax.Array, list[KeyValues]]:
+    """Runs all layers over the next tokens of sequences that are cached.
+
+    Queries see the cache's slots up to their own, which are all real because
+    completions are dense from slot 0. Layers are not scanned: on a CPU a scan
+    would copy its slices of weights and cache for every token, a third of the
+    time.
+
+    Args:
+      weights: from `layer_wise`, in the dtype to compute in.
+      tokens: int32 `[B, T]`, all real.
+      positions: int32 `[B, T]`, number of real tokens before each token.
+      cache: of each layer, see `init_cache`.
+      index: int32 scalar, slot of the first token; the caller keeps
+        `index + T <= S`.
+      prefix: of each layer, see `unstack`.
+      prefix_valid: see `__call__`.
+
+    Returns:
+      Normed hidden states `[B, T, D]`, and the cache with these tokens.
+    """
+    batch, time = tokens.shape
+    slots = jnp.arange(cache[0].v.shape[2])[None]
+    mask = slots <= jnp.arange(time)[:, None] + index
+    mask = jnp.broadcast_to(mask, (batch, *mask.shape))
+    mask = _with_prefix(mask, prefix, prefix_valid)
+    rotation = _rotation(positions, self.config)
+    x = constrain(weights.embed[tokens], ROWS)  # [B, T, D]
+    new = []
+    before = [None] * len(cache) if prefix is None else prefix
+    for block, own, shared in zip(weights.blocks, cache, before, strict=True):
+      x, own = self._layer(x, block, rotation, mask, shared, own, index)
+      new.append(own)
+    return _rms_norm(x, weights.norm, self.config.rms_eps), new
+
+  def _layer(
+    self, x, weights, rotation, mask, prefix, cache=None, index=None
+  ) -> tuple[jax.Array, KeyValues]:
+    """One layer: the new residual stream, and its keys and values."""
+    eps, precision = self.config.rms_eps, _precision(x.dtype)
+    w = _matrices(weights)
+    y = _rms_norm(x, w['attention_norm'], eps)
+    q, k, v = _project(y, w, self.config.head_width, rotation, eps, precision)
+    own = KeyValues(jnp.einsum('bskh->bkhs', k), jnp.einsum('bskh->bksh', v))
+    if cache is not None:
+      own = KeyValues(
+        jax.lax.dynamic_update_slice(cache.k, own.k, (0, 0, 0, index)),
+        jax.lax.dynamic_update_slice(cache.v, own.v, (0, 0, index, 0)),
+      )
+    segments = [own] if prefix is None else [prefix, own]
+    y = _attend(q, segments, mask, precision)
+    x += _linear(y.reshape(*y.shape[:2], -1), w['o'], precision)
+    x = constrain(x, ROWS)
+    y = _rms_norm(x, w['mlp_norm'], eps)
+    gate = _linear(y, w['gate'], precision)
+    y = jax.nn.silu(gate) * _linear(y, w['up'], precision)
+    y = constrain(y, ROWS, None, 'tensor')
+    return constrain(x + _linear(y, w['down'], precision), ROWS), own
 
   @property
   def _head(self) -> str:
@@ -328,11 +376,25 @@ class Decoder(nnx.Module):
 
 def init_cache(
   config: ModelConfig, batch: int, length: int, dtype
-) -> KeyValues:
-  """An empty decoding cache of `length` slots, `[L, B, S, K, H]`."""
-  shape = (config.layers, batch, length, config.kv_heads, config.head_width)
-  empty = constrain(jnp.zeros(shape, dtype), None, ROWS, None, 'tensor')
-  return KeyValues(empty, empty)
+) -> list[KeyValues]:
+  """An empty decoding cache of `length` slots, layer by layer."""
+
+  def empty(*shape):
+    return constrain(
+      jnp.zeros((batch, config.kv_heads, *shape), dtype), ROWS, 'tensor'
+    )
+
+  return [
+    KeyValues(
+      empty(config.head_width, length), empty(length, config.head_width)
+    )
+    for _ in range(config.layers)
+  ]
+
+
+def unstack(stacked: KeyValues) -> list[KeyValues]:
+  """Keys and values of all layers, layer by layer."""
+  return [KeyValues(k, v) for k, v in zip(*stacked, strict=True)]
 
 
 def _precision(compute_dtype) -> jax.lax.Precision:
@@ -341,21 +403,19 @@ def _precision(compute_dtype) -> jax.lax.Precision:
   return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
 
-def _visible(valid, prefix_valid, slots, cache_index):
+def _with_prefix(mask, prefix, prefix_valid):
   """Which keys a query sees, the prefix first: bool `[B, T, S]`."""
-  batch, time = valid.shape
-  query = jnp.arange(time)[:, None]
-  if slots is None:
-    mask = valid[:, None] & (query >= query.T)[None]
-  else:
-    seen = jnp.arange(slots)[None] <= query + cache_index
-    mask = jnp.broadcast_to(seen, (batch, time, slots))
-  if prefix_valid is None:
+  if (prefix is None) != (prefix_valid is None):
+    raise ValueError('prefix and prefix_valid go together')
+  if prefix is None:
     return mask
+  batch, time = mask.shape[:2]
   prompts, length = prefix_valid.shape
-  prefix = jnp.repeat(prefix_valid, batch // prompts, axis=0)[:, None]
-  prefix = jnp.broadcast_to(prefix, (batch, time, length))
-  return jnp.concatenate([prefix, mask], axis=2)
+  if batch % prompts:
+    raise ValueError(f'batch {batch} is not a multiple of {prompts} prompts')
+  seen = jnp.repeat(prefix_valid, batch // prompts, axis=0)[:, None]
+  seen = jnp.broadcast_to(seen, (batch, time, length))
+  return jnp.concatenate([seen, mask], axis=2)
 
 
 def _matrices(weights):
@@ -428,8 +488,8 @@ def _attend(q, segments, mask, precision):
 
   Args:
     q: `[B, T, N, H]`.
-    segments: of keys and values `[P, S, K, H]`; where P < B, a row of the
-      segment serves B / P neighbouring rows of `q`.
+    segments: of keys and values of one layer, of P rows; where P < B, a row of
+      the segment serves B / P neighbouring rows of `q`.
     mask: bool `[B, T, S]` over the concatenated S, True where visible.
     precision: of the matrix products.
 
@@ -437,33 +497,30 @@ def _attend(q, segments, mask, precision):
     `[B, T, N, H]` in the dtype of `q`.
   """
   batch, time, heads, head_width = q.shape
-  kv_heads = segments[0].k.shape[2]
-  grouped = (time, kv_heads, heads // kv_heads)
-  scores = []
-  for k, _ in segments:
-    prompts, length = k.shape[:2]
-    score = jnp.einsum(
-      'pgtkrh,pskh->pgkrts',
-      q.reshape(prompts, batch // prompts, *grouped, head_width),
-      k,
+  kv_heads = segments[0].k.shape[1]
+  shape = (kv_heads, heads // kv_heads, time)
+
+  def product(x, y):
+    # [B, K, R, T, X] times [P, K, X, Y], by plain matrix products: XLA on a CPU
+    # is several times slower at what einsum makes of it.
+    prompts = y.shape[0]
+    x = jnp.swapaxes(x.reshape(prompts, -1, *shape, x.shape[-1]), 1, 2)
+    z = jnp.matmul(
+      x.reshape(prompts, kv_heads, -1, x.shape[-1]),
+      y,
       precision=precision,
       preferred_element_type=jnp.float32,
     )
-    scores.append(score.reshape(batch, *grouped[1:], time, length))
+    z = z.reshape(prompts, kv_heads, -1, *shape[1:], z.shape[-1])
+    return jnp.swapaxes(z, 1, 2).reshape(batch, *shape, z.shape[-1])
+
+  q = jnp.moveaxis(q.reshape(batch, time, *shape[:2], head_width), 1, 3)
+  scores = [product(q, k) for k, _ in segments]
   scores = jnp.concatenate(scores, axis=-1) * head_width**-0.5
   scores = jnp.where(mask[:, None, None], scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  out, start = 0, 0
-  for _, v in segments:
-    prompts, length = v.shape[:2]
-    weight = weights[..., start : start + length]
-    start += length
-    part = jnp.einsum(
-      'pgkrts,pskh->pgtkrh',
-      weight.reshape(prompts, batch // prompts, *grouped[1:], time, length),
-      v,
-      precision=precision,
-      preferred_element_type=jnp.float32,
-    )
-    out += part.reshape(q.shape)
+  starts = np.cumsum([v.shape[2] for _, v in segments])[:-1]
+  parts = zip(jnp.split(weights, starts, axis=-1), segments, strict=True)
+  out = sum(product(weight, v) for weight, (_, v) in parts)
+  out = jnp.moveaxis(out, 3, 1).reshape(batch, time, heads, head_width)
   return out.astype(q.dtype)

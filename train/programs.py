@@ -79,10 +79,8 @@ def build(
     return nnx.merge(graphdef, cast(params, compute_dtype))
 
   def rollout(params, prompts, key, temperature, support=Support()):  # noqa: B008
-    # Gathered once, not for every token.
-    gathered = sharding.gathered_tree(cast(params, compute_dtype))
     return generate(
-      nnx.merge(graphdef, gathered),
+      nnx.merge(graphdef, params),  # cast and gathered where it is used
       prompts,
       key,
       group=config.group // copies,

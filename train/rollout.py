@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.model import Decoder, KeyValues, init_cache
+from train.model import Decoder, KeyValues, init_cache, unstack
 from train.sharding import ROWS, constrain
 
 
@@ -146,13 +146,17 @@ def generate(
     B = P * G completions.
   """
   last, prefix = prefill(model, prompts, compute_dtype=compute_dtype)
+  prefix = unstack(prefix)
+  weights = model.layer_wise(compute_dtype)
   batch = last.shape[0] * group
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
   offset = jnp.repeat(prompts.lengths, group)[:, None]
 
   def sample(state, text, t, hidden):  # text [B], hidden [B, D]
     tokens, logprobs, lengths, terminated = state
-    logits = model.logits(hidden, compute_dtype=compute_dtype)
+    logits = model.logits(
+      hidden, compute_dtype=compute_dtype, weights=weights.head[None]
+    )
     logits = constrain(logits, ROWS, 'tensor')  # [B, V]
     scores = logits / jnp.where(temperature > 0, temperature, 1.0)
     scores = restrict(scores, support)
@@ -175,15 +179,14 @@ def generate(
   def decode(carry):
     t, state, text, cache = carry
     inputs = jax.lax.dynamic_slice_in_dim(state.tokens, t - 1, 1, axis=1)
-    hidden, cache = model(
+    hidden, cache = model.decode(
+      weights,
       inputs,
       offset + t - 1,
-      jnp.ones(inputs.shape, bool),
+      cache,
+      t - 1,
       prefix=prefix,
       prefix_valid=prompts.valid,
-      cache=cache,
-      cache_index=t - 1,
-      compute_dtype=compute_dtype,
     )
     state, text = sample(state, text, t, hidden[:, 0])
     return t + 1, state, text, cache

@@ -266,16 +266,6 @@ def spread(weight: jax.Array, path: str) -> jax.Array:
   return constrain(weights, ROWS, *axes)
 
 
-def gathered_tree(params: Any) -> Any:
-  """All parameters gathered over `fsdp`: once for many uses."""
-
-  def of(path, leaf):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    return gathered(leaf, name)
-
-  return jax.tree_util.tree_map_with_path(of, params)
-
-
 def _axes(weight, path, *, whole):
   axes = tuple(partition(path))[-weight.ndim :]
   return [None if whole and axis == 'fsdp' else axis for axis in axes]

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from train import model as model_lib
-from train.model import Decoder, KeyValues, ModelConfig, init_cache
+from train.model import Decoder, ModelConfig, init_cache, unstack
 
 # Distinct sizes without common factors where the model allows it, so that a
 # swapped axis cannot pass.
@@ -264,19 +264,20 @@ def test_cached_decoding_equals_the_full_forward(chunk):
   @jax.jit
   def decode(params, prefix):
     model = nnx.merge(graph, params)
+    weights = model.layer_wise(jnp.float32)
 
     def step(cache, index):
       def part(x):
         return jax.lax.dynamic_slice_in_dim(x, index, chunk, axis=1)
 
-      hidden, cache = model(
+      hidden, cache = model.decode(
+        weights,
         part(tokens),
         part(positions),
-        part(valid),
-        prefix=prefix,
+        cache,
+        index,
+        prefix=unstack(prefix),
         prefix_valid=prompts[2],
-        cache=cache,
-        cache_index=index,
       )
       return cache, hidden
 
@@ -289,26 +290,39 @@ def test_cached_decoding_equals_the_full_forward(chunk):
     for t in range(int(valid[row].sum())):
       slot = PROMPT_LENGTHS[row // GROUP] + t
       close(hidden[row, t], expected[row, slot])
-  assert np.all(cache.k[:, :, TIME:] == 0)
+  assert all(np.all(layer.k[..., TIME:] == 0) for layer in cache)
+  assert all(np.all(layer.v[:, :, TIME:] == 0) for layer in cache)
   _, own = forward(
     graph, params, *completions, prefix=prefix, prefix_valid=prompts[2]
   )
-  for actual, teacher_forced in zip(cache, own, strict=True):
-    mask = np.asarray(valid)
-    close(actual[:, :, :TIME][:, mask], teacher_forced[:, mask])
+  for layer, teacher_forced in zip(cache, unstack(own), strict=True):
+    for actual, expected in (
+      (layer.k[..., :TIME], teacher_forced.k),
+      (
+        np.swapaxes(layer.v[:, :, :TIME], 2, 3),
+        np.swapaxes(teacher_forced.v, 2, 3),
+      ),
+    ):
+      mask = np.asarray(valid)[:, None, None]
+      close(np.where(mask, actual, 0), np.where(mask, expected, 0))
 
 
 def test_a_cache_filled_from_its_start_equals_prefill():
   graph, params = make(CONFIG)
   tokens, positions, valid = padded([6, 6], 6, 4)
   hidden, own = forward(graph, params, tokens, positions, valid)
-  cache = init_cache(CONFIG, 2, 6, jnp.float32)
-  cached, cache = forward(
-    graph, params, tokens, positions, valid, cache=cache, cache_index=0
+  model = nnx.merge(graph, params)
+  cached, cache = model.decode(
+    model.layer_wise(jnp.float32),
+    tokens,
+    positions,
+    init_cache(CONFIG, 2, 6, jnp.float32),
+    0,
   )
   close(cached, hidden)
-  close(cache.k, own.k)
-  close(cache.v, own.v)
+  for layer, whole in zip(cache, unstack(own), strict=True):
+    close(layer.k, whole.k)
+    close(layer.v, whole.v)
 
 
 def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients():
@@ -367,10 +381,12 @@ def test_the_prefix_is_not_tiled_over_its_group():
     )
 
   text = str(jax.make_jaxpr(run)(params, prefix))
-  kv = f'{CONFIG.kv_heads},{CONFIG.head_width}]'
-  assert f'f32[{PROMPTS},{PREFIX},{kv}' in text
-  assert f'f32[{BATCH},{PREFIX},{kv}' not in text
-  assert f'f32[{PROMPTS},{GROUP},{PREFIX},{kv}' not in text
+  kv_heads, width = CONFIG.kv_heads, CONFIG.head_width
+  for shape in ((kv_heads, width, PREFIX), (kv_heads, PREFIX, width)):
+    kv = ','.join(map(str, shape)) + ']'
+    assert f'f32[{PROMPTS},{kv}' in text
+    assert f'f32[{BATCH},{kv}' not in text
+    assert f'f32[{PROMPTS},{GROUP},{kv}' not in text
 
 
 def test_what_stands_in_the_padding_changes_nothing():
@@ -386,7 +402,7 @@ def test_what_stands_in_the_padding_changes_nothing():
     hidden, own = forward(graph, params, *c, prefix=prefix, prefix_valid=p[2])
     mask = np.asarray(c[2])
     results.append(np.asarray(hidden)[mask])
-    results.append(np.asarray(own.v)[:, mask])
+    results.append(np.moveaxis(own.v, 3, 2)[:, mask])
   for first, second in zip(results[:3], results[3:], strict=True):
     np.testing.assert_array_equal(first, second)
 
@@ -466,7 +482,8 @@ def test_positions_beyond_256_are_exact_in_bfloat16_compute():
   )
   # In the first layer the key of a token depends on nothing but its position,
   # and at position 0 it is not rotated.
-  keys = np.asarray(own.k[0, 0], np.float64)  # [S, K, H]
+  keys = np.asarray(own.k[0, 0], np.float64)  # [K, H, S]
+  keys = np.moveaxis(keys, 2, 0)
   half = config.head_width // 2
   pairs = keys[..., :half] + 1j * keys[..., half:]
   frequency = config.rope_theta ** (-np.arange(half) / half)
@@ -507,8 +524,8 @@ def test_a_7b_model_is_described_without_allocating_it():
   run = functools.partial(forward, graph, dtype=jnp.bfloat16)
   hidden, own = jax.eval_shape(run, params, tokens, tokens, valid)
   assert hidden.shape == (2, 11, 3584)
-  assert own == KeyValues(*[own.k] * 2)
-  assert own.k.shape == (28, 2, 11, 4, 128)
+  assert own.k.shape == (28, 2, 4, 128, 11)
+  assert own.v.shape == (28, 2, 4, 11, 128)
 
 
 @pytest.mark.parametrize(
@@ -535,9 +552,6 @@ def test_incomplete_segments_are_errors():
     run(*completions, prefix=prefix)
   with pytest.raises(ValueError, match='4 is not a multiple of 3 prompts'):
     run(*[x[:4] for x in completions], prefix=prefix, prefix_valid=prompts[2])
-  cache = init_cache(CONFIG, BATCH, TIME, jnp.float32)
-  with pytest.raises(ValueError, match='cache and cache_index go together'):
-    run(*completions, cache=cache)
 
 
 def test_the_module_states_the_shape_legend():
