@@ -39,6 +39,11 @@ def sticking_metrics(
     - `changed_fraction`: share of weights whose visible bits changed.
     - `stuck_fraction`: share of weights whose shadow moved while their visible
       bits did not.
+    - `least_changed_fraction`: share of weights that must change on average for
+      the visible ones to follow. A shadow that moves by the share f of a grid
+      step makes its weight change with probability min(f, 1) at least, whatever
+      the noise; this is its mean. Sticky noise reaches it, fresh noise changes
+      more, nearest rounding changes less while weights stick.
     - `foreign_count`: weights that were replaced from outside before the step
       (no neighbour of their old shadow, adopted as their own shadow). Seen
       with a float32 shadow only, else 0.
@@ -123,8 +128,8 @@ def _shadows(opt_state, named) -> dict:
 
 def _names(with_start: bool) -> list[str]:
   counts = ['changed', 'stuck', 'foreign', 'nan', 'overflow']
-  squares = ['noise', 'step'] + (['along', 'displacement'] * with_start)
-  return counts + squares
+  moves = ['least', 'noise', 'step'] + (['along', 'displacement'] * with_start)
+  return counts + moves
 
 
 def _leaf_sums(old, before, new, after, start) -> dict[str, jax.Array]:
@@ -146,12 +151,23 @@ def _leaf_sums(old, before, new, after, start) -> dict[str, jax.Array]:
     nan,
     (magnitude >= largest) & ~nan,
   ]
-  squares = _squares((v1 - v0) - (s1 - s0), s1 - s0)
+  moves = [_grid_steps(s0, s1, new.dtype)]
+  moves += _squares((v1 - v0) - (s1 - s0), s1 - s0)
   if start is not None:
     first = link_lib.to_float32(start)
-    squares += _squares(v1 - first, s1 - first, product=True)
-  terms = [count.astype(_U32) for count in counts] + squares
+    moves += _squares(v1 - first, s1 - first, product=True)
+  terms = [count.astype(_U32) for count in counts] + moves
   return dict(zip(_names(start is not None), _sum_all(terms), strict=True))
+
+
+def _grid_steps(s0, s1, dtype) -> jax.Array:
+  """How far shadows move, in grid steps at s0, at most 1; 0 if not finite."""
+  limits = jnp.finfo(dtype)
+  power = lax.bitcast_convert_type(s0, _U32) & _U32(0x7F800000)
+  power = lax.bitcast_convert_type(power, jnp.float32)  # 2^floor(log2 |s0|)
+  power = jnp.maximum(power, jnp.float32(limits.tiny))
+  steps = jnp.minimum(jnp.abs(s1 - s0) * 2.0**limits.nmant / power, 1.0)
+  return jnp.where(jnp.isfinite(s0) & jnp.isfinite(s1), steps, 0.0)
 
 
 def _squares(x, y, product: bool = False) -> list[jax.Array]:
@@ -187,6 +203,7 @@ def _summary(sums: dict[str, jax.Array], size: float) -> dict[str, jax.Array]:
   result = {
     'changed_fraction': sums['changed'] / count,
     'stuck_fraction': sums['stuck'] / count,
+    'least_changed_fraction': sums['least'] / count,
     'foreign_count': sums['foreign'],
     'noise_ratio': jnp.where(noise == 0, 0.0, jnp.sqrt(noise / step)),
     'nan_count': sums['nan'],

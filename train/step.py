@@ -86,10 +86,8 @@ def train_step(
     tokens whose ratio is outside 1 +- 0.2 although nothing was updated;
   - `clip_fraction`, share of tokens that the policy loss cut off, and
     `sampler_weight`, the mean of `losses.sampler_correction`;
-  - all of `sr_optax.sticking_metrics` but what cannot happen here, and
-    `least_changed_fraction`, the share of weights that had to change for the
-    visible ones to follow their shadow; FP32 weights have `changed_fraction`
-    and `stuck_fraction` only;
+  - all of `sr_optax.sticking_metrics` but what cannot happen here; FP32 weights
+    have `changed_fraction` and `stuck_fraction` only;
   - with a scaler: `loss_scale`, and `skipped_steps` so far.
 
   Args:
@@ -282,29 +280,4 @@ def _sticking(params, opt_state, new_params, new_opt_state, start):
     params, opt_state, new_params, new_opt_state, start_params=start
   )
   del measured['leaves'], measured['foreign_count']
-  return measured | {
-    'least_changed_fraction': _least_changes(
-      params,
-      sr_optax.shadow_params(opt_state, params),
-      sr_optax.shadow_params(new_opt_state, new_params),
-    )
-  }
-
-
-def _least_changes(params, before, after) -> jax.Array:
-  """The share of weights that must change for the visible ones to follow.
-
-  A shadow that moves by the share f of a grid step makes the visible weight
-  change with probability f or more, whatever the rounding: mean(min(f, 1)).
-  """
-
-  def total(p, s0, s1):
-    limits = jnp.finfo(p.dtype)
-    power = lax.bitcast_convert_type(s0, jnp.uint32) & jnp.uint32(0x7F800000)
-    power = lax.bitcast_convert_type(power, jnp.float32)  # 2^floor(log2 |s0|)
-    power = jnp.maximum(power, jnp.float32(limits.tiny))
-    return jnp.sum(jnp.minimum(jnp.abs(s1 - s0) * 2**limits.nmant / power, 1))
-
-  totals = jax.tree.map(total, params, before, after)
-  size = float(sum(leaf.size for leaf in jax.tree.leaves(params)))
-  return sum(jax.tree.leaves(totals)) / size
+  return measured

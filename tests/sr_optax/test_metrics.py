@@ -41,6 +41,8 @@ def test_five_weights_worked_out_by_hand():
   got = scalars(metrics)
   assert got['changed_fraction'] == np.float32(3 / 5)
   assert got['stuck_fraction'] == np.float32(1 / 5)
+  # Shadows move by 1/2, 1/4, 0, 0 and 3/4 of a grid step.
+  assert got['least_changed_fraction'] == np.float32(1.5 / 5)
   # dvisible - dshadow in ulps: 1/2, -1/4, 0, 1, -1/4; dshadow 1/2, 1/4, 0, 0,
   # -3/4.
   noise = 1 / 4 + 1 / 16 + 1 + 1 / 16
@@ -95,6 +97,8 @@ def test_nan_and_saturated_weights_are_counted_and_left_out_of_ratios(
   assert got['nan_count'] == 1
   assert got['overflow_count'] == 4
   assert got['noise_ratio'] == 0
+  # From 1 to 2, to +-65504 and, for BF16, to +-3.4e38: whole grid steps.
+  assert got['least_changed_fraction'] == pytest.approx(3 / 7, rel=1e-6)
   if dtype == FP16:  # squares of the largest BF16 overflow
     assert got['displacement_slope'] == 1
 
@@ -169,9 +173,13 @@ def test_every_shadow_mode_agrees_with_numpy(name):
   for path, (v0, v1, first, s0, s1) in cases.items():
     got = scalars(metrics['leaves'][path] if path else metrics)
     ds, dv = s1 - s0, v1 - v0
+    limits = jnp.finfo(dtype)
+    power = np.maximum(2 ** np.floor(np.log2(np.abs(s0))), float(limits.tiny))
+    moved = np.abs(ds) / (power * 2.0**-limits.nmant)  # in grid steps
     expected = {
       'changed_fraction': (dv != 0).mean(),
       'stuck_fraction': ((ds != 0) & (dv == 0)).mean(),
+      'least_changed_fraction': np.minimum(moved, 1).mean(),
       'foreign_count': 0,
       'noise_ratio': np.linalg.norm(dv - ds) / np.linalg.norm(ds),
       'nan_count': 0,

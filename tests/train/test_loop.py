@@ -67,7 +67,7 @@ def assert_same_bits(a, b):
 
 
 def test_no_step_runs_beside_the_weights_that_the_run_was_loaded_with(
-  runner, monkeypatch
+  runner, monkeypatch, tmp_path
 ):
   loaded, alive = [], []
   load = loop.load_policy
@@ -84,7 +84,7 @@ def test_no_step_runs_beside_the_weights_that_the_run_was_loaded_with(
 
   monkeypatch.setattr(loop, 'load_policy', watch)
   monkeypatch.setattr(loop, 'Trainer', Trainer)
-  loop.run(runner.config(steps=1))
+  loop.run(runner.config(steps=1, out=tmp_path / 'run'))
   assert loaded and alive == [[False] * len(loaded)]
 
 
