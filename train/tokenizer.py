@@ -30,10 +30,10 @@ class Tokenizer:
     pad_id: Id for padding; often equal to an end-of-text id, so lengths have
       to be carried, not inferred from it.
     bos_id: Id that starts a text, or None. It is never added by `encode`.
+    prompt_start: Ids that the tokenizer's own post-processor puts before a text
+      (Llama's `<|begin_of_text|>`); often none.
     prompt_fingerprint: Of what `encode_prompt` adds to a text; None: nothing.
   """
-
-  prompt_fingerprint: str | None = None
 
   def __init__(
     self,
@@ -70,6 +70,13 @@ class Tokenizer:
     self.bos_id = self._id_of('bos_token')
     pad_id = self._id_of('pad_token')
     self.pad_id: int = self.eos_ids[0] if pad_id is None else pad_id
+    probe = backend.encode('0', add_special_tokens=True)
+    added = probe.special_tokens_mask
+    text = added.index(0) if 0 in added else 0
+    self.prompt_start = tuple(probe.ids[:text])
+    self.prompt_fingerprint: str | None = None
+    if self.prompt_start:
+      self.prompt_fingerprint = f'starts with {list(self.prompt_start)}'
 
   @property
   def chat_template(self) -> str | None:
@@ -82,11 +89,13 @@ class Tokenizer:
     return template
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Returns the ids of the prompt that asks `text`: those of the text.
+    """Returns the ids of the prompt that asks `text`.
 
-    A chat template adds turns, see `chat.ChatTokenizer`.
+    They start as the model's texts did when it was pretrained, with
+    `prompt_start`. A chat template adds turns instead, see
+    `chat.ChatTokenizer`.
     """
-    return self.encode(text)
+    return [*self.prompt_start, *self.encode(text)]
 
   def encode(self, text: str, *, special: bool = False) -> list[int]:
     """Returns the ids of `text`, with nothing added before or after.

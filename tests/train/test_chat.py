@@ -94,10 +94,13 @@ def test_a_question_in_llamas_template_starts_once(bos):
   )  # fmt: skip
 
 
-def test_without_a_template_a_prompt_is_its_text():
+def test_without_a_template_a_prompt_is_its_text_behind_the_start_token():
   tokenizer = make_tokenizer(chat_template=CHATML)
-  assert tokenizer.encode_prompt('1+1=') == spelt('1+1=')
-  assert tokenizer.prompt_fingerprint is None
+  start = tokenizer.encode_prompt('')
+  assert tokenizer.encode_prompt('1+1=') == [*start, *spelt('1+1=')]
+  assert start == spelt('<|begin_of_text|>')
+  chat = ChatTokenizer(tokenizer, CHATML)
+  assert start[0] not in chat.encode_prompt('1+1=')
 
 
 def test_variables_reach_the_template():

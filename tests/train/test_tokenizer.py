@@ -53,6 +53,8 @@ def test_smollm2_special_tokens(smollm2):
   assert smollm2.vocab_size == 49152
   assert (smollm2.eos_ids, smollm2.pad_id, smollm2.bos_id) == ((2,), 2, 1)
   assert '<|im_start|>' in smollm2.chat_template
+  assert smollm2.encode_prompt('1') == smollm2.encode('1')  # like the original
+  assert smollm2.prompt_fingerprint is None
   assert {smollm2.token_bytes(i) for i in range(17)} == {b''}
   assert smollm2.token_bytes(49152) == b''
 
@@ -102,7 +104,8 @@ def test_special_tokens_in_text_are_text_unless_asked_for():
   assert tokenizer.decode(ids) == '<|im_end|>'
 
 
-def test_nothing_is_added_to_a_text_even_where_the_file_says_so(folder):
+@pytest.mark.parametrize('end', [[], ['<|im_end|>']])
+def test_prompts_start_as_the_file_says_and_nothing_else_is_added(folder, end):
   # As in Llama's: every text would start with a start token, and a text that
   # a chat template has written with two.
   edit(
@@ -112,6 +115,7 @@ def test_nothing_is_added_to_a_text_even_where_the_file_says_so(folder):
       'single': [
         {'SpecialToken': {'id': '<|im_end|>', 'type_id': 0}},
         {'Sequence': {'id': 'A', 'type_id': 0}},
+        *({'SpecialToken': {'id': name, 'type_id': 0}} for name in end),
       ],
       'pair': [
         {'Sequence': {'id': 'A', 'type_id': 0}},
@@ -129,7 +133,10 @@ def test_nothing_is_added_to_a_text_even_where_the_file_says_so(folder):
   tokenizer = HuggingFaceTokenizer.from_directory(folder)
   backend = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
   assert backend.encode('the').ids[0] == 262  # the file does say so
-  assert tokenizer.encode('the') == backend.encode('the').ids[1:]
+  plain = tokenizer.encode('the')
+  assert [262, *plain] + [262] * len(end) == backend.encode('the').ids
+  assert tokenizer.encode_prompt('the') == [262, *plain]
+  assert tokenizer.prompt_fingerprint == 'starts with [262]'
   assert tokenizer.encode('<|im_end|>the', special=True).count(262) == 1
 
 
