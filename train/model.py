@@ -498,23 +498,22 @@ def _attend(q, segments, mask, precision):
   """
   batch, time, heads, head_width = q.shape
   kv_heads = segments[0].k.shape[1]
-  shape = (kv_heads, heads // kv_heads, time)
+  grouped = (kv_heads, heads // kv_heads, time)
 
   def product(x, y):
-    # [B, K, R, T, X] times [P, K, X, Y], by plain matrix products: XLA on a CPU
-    # is several times slower at what einsum makes of it.
+    # [P, G, K, R, T, X] times [P, K, X, Y]. XLA on a CPU is several times slower
+    # at what einsum makes of it, with the operands in the other order.
     prompts = y.shape[0]
-    x = jnp.swapaxes(x.reshape(prompts, -1, *shape, x.shape[-1]), 1, 2)
-    z = jnp.matmul(
-      x.reshape(prompts, kv_heads, -1, x.shape[-1]),
+    z = jax.lax.dot_general(
+      x.reshape(prompts, batch // prompts, *grouped, x.shape[-1]),
       y,
+      (((5,), (2,)), ((0, 2), (0, 1))),
       precision=precision,
       preferred_element_type=jnp.float32,
-    )
-    z = z.reshape(prompts, kv_heads, -1, *shape[1:], z.shape[-1])
-    return jnp.swapaxes(z, 1, 2).reshape(batch, *shape, z.shape[-1])
+    )  # [P, K, G, R, T, Y]
+    return jnp.swapaxes(z, 1, 2).reshape(batch, *grouped, y.shape[-1])
 
-  q = jnp.moveaxis(q.reshape(batch, time, *shape[:2], head_width), 1, 3)
+  q = jnp.einsum('btkrh->bkrth', q.reshape(batch, time, *grouped[:2], -1))
   scores = [product(q, k) for k, _ in segments]
   scores = jnp.concatenate(scores, axis=-1) * head_width**-0.5
   scores = jnp.where(mask[:, None, None], scores, _MASKED)
@@ -522,5 +521,5 @@ def _attend(q, segments, mask, precision):
   starts = np.cumsum([v.shape[2] for _, v in segments])[:-1]
   parts = zip(jnp.split(weights, starts, axis=-1), segments, strict=True)
   out = sum(product(weight, v) for weight, (_, v) in parts)
-  out = jnp.moveaxis(out, 3, 1).reshape(batch, time, heads, head_width)
+  out = jnp.einsum('bkrth->btkrh', out).reshape(batch, time, heads, head_width)
   return out.astype(q.dtype)
