@@ -501,8 +501,8 @@ def _attend(q, segments, mask, precision):
   grouped = (kv_heads, heads // kv_heads, time)
 
   def product(x, y):
-    # [P, G, K, R, T, X] times [P, K, X, Y]. XLA on a CPU is several times slower
-    # at what einsum makes of it, with the operands in the other order.
+    # [P, G, K, R, T, X] times [P, K, X, Y]. Of these einsum would swap the
+    # operands, which XLA on a CPU multiplies several times slower.
     prompts = y.shape[0]
     z = jax.lax.dot_general(
       x.reshape(prompts, batch // prompts, *grouped, x.shape[-1]),
