@@ -57,12 +57,19 @@ class Trackers:
       )
     if config.tracker != 'off':
       self._module = importlib.import_module(_PACKAGES[config.tracker])
-      self._module.init(
+      options = {}
+      known = folder.path / 'wandb_id'  # Trackio knows a run by its name
+      if config.tracker == 'wandb' and known.exists():
+        options['id'] = known.read_text()
+      run = self._module.init(
         project='sr-optax',
         name=folder.path.name,
         config=read_config(folder.path),
         resume='allow',
+        **options,
       )
+      if config.tracker == 'wandb':
+        known.write_text(run.id)
 
   def __enter__(self) -> 'Trackers':  # noqa: D105
     return self

@@ -60,7 +60,12 @@ def test_numbers_that_do_not_exist_are_left_out(tmp_path):
 def test_the_others_are_called_as_they_document_it(name, tmp_path, monkeypatch):
   calls = []
   module = types.ModuleType(name)
-  module.init = lambda **kwargs: calls.append(kwargs)
+
+  def init(**kwargs):
+    calls.append(kwargs)
+    return types.SimpleNamespace(id='x7')
+
+  module.init = init
   module.log = lambda values, step: calls.append((values, step))
   module.finish = lambda: calls.append('finished')
   monkeypatch.setitem(sys.modules, name, module)
@@ -72,6 +77,9 @@ def test_the_others_are_called_as_they_document_it(name, tmp_path, monkeypatch):
     (run.path / 'config.json').read_text()
   )
   assert calls[1:] == [({'reward_mean': 0.25}, 1), 'finished']
+  with Trackers(Config(tracker=name), run, 1):  # resumed
+    assert calls[3].get('id') == ('x7' if name == 'wandb' else None)
+    assert calls[3] | {'id': None} == calls[0] | {'id': None}
 
 
 @pytest.mark.parametrize(
