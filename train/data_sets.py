@@ -27,6 +27,7 @@ GYM = 'reasoning_gym:'
 _QUESTIONS, _ANSWERS = ('question', 'problem', 'prompt'), ('answer', 'solution')
 _HELD_OUT = 0.1  # of the distinct questions, where no file names them
 _GYM_ITEMS = 4000
+_WORKERS = max((os.cpu_count() or 2) // 2, 1)  # that run verifiers
 # No zeros: they are a right answer where it is 0, or within a tolerance of it.
 _GARBAGE = ('', ' ', 'abc', '7' * 50, 'yes', 'I do not know.')
 
@@ -65,9 +66,8 @@ class DataTask(Task):
 
   @functools.cached_property
   def _pool(self) -> verifiers.VerifierPool:
-    workers = max((os.cpu_count() or 2) // 2, 1)
     return verifiers.VerifierPool(
-      self.verifier, workers=workers, timeout=self.timeout
+      self.verifier, workers=_WORKERS, timeout=self.timeout
     )
 
 
@@ -110,7 +110,7 @@ def load_jsonl(
     verifier = verifiers.MathVerifier()
 
   def read(file: Path) -> dict[str, str]:
-    rows = _read(file, checked=not reward)
+    rows = _read(file, None if reward else timeout)
     return {template.replace('{question}', q): a for q, a in rows.items()}
 
   train = read(path)
@@ -249,14 +249,20 @@ def _self_check(name, verifier, entries: Sequence[str]) -> None:
         raise TaskError(f'{GYM}{name}: its scorer pays for {text[:20]!r}')
 
 
-def _read(file: Path, *, checked: bool) -> dict[str, str]:
-  """Gold answers by question; the first of equal questions counts."""
-  rows: dict[str, str] = {}
+def _read(file: Path, timeout: float | None) -> dict[str, str]:
+  """Gold answers by question; the first of equal questions counts.
+
+  Args:
+    file: of JSON lines.
+    timeout: seconds that math-verify may take for a gold answer; None: answers
+      are not its business.
+  """
   try:
     # Not `splitlines`: JSON strings may hold U+2028 and the like.
     lines = file.read_text(encoding='utf-8').split('\n')
   except (OSError, UnicodeDecodeError) as error:
     raise TaskError(f'cannot read {file}: {error}') from error
+  rows: dict[str, tuple[str, int]] = {}
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
@@ -265,15 +271,21 @@ def _read(file: Path, *, checked: bool) -> dict[str, str]:
       if not isinstance(row, dict):
         raise ValueError('expected a JSON object')
       question, answer = _field(row, _QUESTIONS), _field(row, _ANSWERS)
-      if checked:
-        answer = verifiers.extract_gold(answer)
-        verifiers.check_gold(answer)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise TaskError(f'{file}, line {number}: {error}') from error
-    rows.setdefault(question, answer)
+    if timeout is not None:
+      answer = verifiers.extract_gold(answer)
+    rows.setdefault(question, (answer, number))
+  if timeout is not None:
+    problems = verifiers.check_golds(
+      [answer for answer, _ in rows.values()], workers=_WORKERS, timeout=timeout
+    )
+    for (_, number), problem in zip(rows.values(), problems, strict=True):
+      if problem is not None:
+        raise TaskError(f'{file}, line {number}: {problem}')
   if len(rows) < 2:
     raise TaskError(f'{file}: expected two questions or more, got {len(rows)}')
-  return rows
+  return {question: answer for question, (answer, _) in rows.items()}
 
 
 def _field(row: dict[str, Any], names: Sequence[str]) -> str:

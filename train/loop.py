@@ -275,7 +275,8 @@ def _compute_dtype(config: Config):
 def _default_folder(config: Config) -> Path:
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
   model = Path(config.model).name
-  return Path('runs') / f'{now}-{model}-{config.task}-{config.arm}'
+  task = Path(config.task).stem.replace(':', '-')  # a name or a file
+  return Path('runs') / f'{now}-{model}-{task}-{config.arm}'
 
 
 def _peak_memory_gib() -> float:

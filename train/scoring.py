@@ -51,6 +51,8 @@ def completion_hidden(
   )
   first = jnp.repeat(last, group, axis=0)[:, None]  # [B, 1, D]
   inputs = tokens[:, :-1]
+  if inputs.shape[1] == 0:
+    return first
   offset = jnp.repeat(prompts.lengths, group)[:, None]
   hidden, _ = model(
     inputs,

@@ -392,7 +392,7 @@ def score(
     try:
       if isinstance(verdict, Exception):
         raise verdict
-      if not np.isfinite(reward := float(verdict)):
+      if not abs(reward := float(verdict)) <= np.finfo(np.float32).max:
         raise ValueError(f'the reward is {reward}')
       rewards[i] = reward
     except Exception as error:  # a user's reward may be anything

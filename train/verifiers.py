@@ -18,8 +18,8 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -171,7 +171,7 @@ def extract_gold(text: str) -> str:
 
   It follows the last `####` (GSM8K; thousands commas and `$` are removed),
   else it is the content of the last balanced `\boxed{...}`, else all of the
-  text. It may be empty: see `check_gold`.
+  text. It may be empty: see `check_golds`.
   """
   _, mark, answer = text.rpartition('####')
   if mark:
@@ -186,17 +186,41 @@ def extract_gold(text: str) -> str:
   return text.strip()
 
 
-def check_gold(answer: str):
-  """Raises ValueError if a gold answer is empty or math-verify can't read it.
+def check_golds(
+  answers: Sequence[str], *, workers: int, timeout: float
+) -> list[str | None]:
+  """Returns what is wrong with each gold answer, None where nothing is.
 
-  Such a row could never be answered right.
+  A row whose gold answer is empty, or that math-verify cannot read within the
+  time-out (`9^{9^{9^9}}`), could never be answered right.
   """
-  if not answer.strip():
-    raise ValueError('the gold answer is empty')
-  if _PLAIN.fullmatch(answer.strip()):
-    return  # most rows: reading each with math-verify would take minutes
-  if all(isinstance(value, str) for value in _gold(answer)):
-    raise ValueError(f'math-verify cannot read the gold answer {answer!r}')
+  problems: list[str | None] = [None] * len(answers)
+  slow = []  # most golds are plain: reading all would take minutes
+  for i, answer in enumerate(answers):
+    if not answer.strip():
+      problems[i] = 'the gold answer is empty'
+    elif not _PLAIN.fullmatch(answer.strip()):
+      slow.append(i)
+  if not slow:
+    return problems
+  with VerifierPool(_Readable(), workers=workers, timeout=timeout) as pool:
+    none = [''] * len(slow)
+    readable = pool(none, none, [answers[i] for i in slow])
+  for i, found in zip(slow, readable, strict=True):
+    if found != 1:
+      reason = f' ({found})' if isinstance(found, Exception) else ''
+      problems[i] = (
+        f'math-verify cannot read the gold answer {answers[i]!r:.200}{reason}'
+      )
+  return problems
+
+
+@dataclass(frozen=True)
+class _Readable(MathVerifier):
+  """Pays 1.0 for a gold answer that math-verify can read."""
+
+  def __call__(self, prompt: str, completion: str, answer: str) -> float:
+    return float(not all(isinstance(x, str) for x in _gold(answer)))
 
 
 class VerifierPool:
@@ -372,8 +396,8 @@ def _start(pickled: bytes, folder: str):
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   # A handler would wait for native code that hangs.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  threading.Thread(target=_die_with_parent, daemon=True).start()
   try:
+    _watch()
     os.chdir(folder)
     _add_to_path(folder)
     verifier = pickle.loads(pickled)
@@ -384,12 +408,37 @@ def _start(pickled: bytes, folder: str):
     _problem = f'a worker could not start: {_described(error)}'
 
 
-def _die_with_parent():
-  """Ends a worker that hangs although the process it works for is gone."""
-  parent = multiprocessing.parent_process()
-  if parent is not None:
-    parent.join()
-    os._exit(1)
+def _watch():
+  """Has this worker die with the process that it works for, whatever it does.
+
+  What a verifier has started (a test of code, say) dies with the worker, which
+  leads a process group: a process beside it kills the group once one of the
+  two is gone.
+  """
+  os.setpgid(0, 0)
+  pids = os.getpid(), multiprocessing.parent_process().pid
+  subprocess.Popen(
+    [sys.executable, '-I', '-S', '-c', _WATCH, *map(str, pids)],
+    start_new_session=True,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+  )
+
+
+_WATCH = """
+import os, signal, sys, time
+worker, parent = map(int, sys.argv[1:])
+def alive(pid):
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  return True
+while os.getppid() == worker and alive(parent):
+  time.sleep(0.2)
+os.killpg(worker, signal.SIGKILL)
+"""
 
 
 def _judge(

@@ -213,6 +213,19 @@ def test_sharing_prompts_of_unequal_length_changes_neither_loss_nor_gradient(
     np.testing.assert_allclose(actual, expected, rtol=0, atol=85 * EPS * size)
 
 
+def test_completions_of_one_token_have_scores_and_gradients(small, shared_loss):
+  prompts, tokens, advantages, mask = (
+    x if i != 1 else x[:, :1] for i, x in enumerate(batch(small))
+  )
+  (_, got), (gradient, _) = shared_loss(
+    small.params, NO_SHIFT[:, :1], prompts, tokens, advantages, mask[:, :1]
+  )
+  log_p = small.numpy_log_p(prompts, tokens, TEMPERATURE)
+  want = np.take_along_axis(log_p, np.asarray(tokens)[..., None], -1)[..., 0]
+  np.testing.assert_allclose(got, want, rtol=0, atol=40 * EPS * 5)
+  assert all(np.abs(g).max() > 1e-4 for g in jax.tree.leaves(gradient))
+
+
 def test_permuting_the_batch_permutes_every_score(small, shared_loss):
   prompts, tokens, advantages, mask = batch(small)
   rng = np.random.default_rng(8)
