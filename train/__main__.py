@@ -35,7 +35,12 @@ def parse() -> Config:
     saved = read_config(known.out)
     names = {field.name for field in dataclasses.fields(Config)}
     values = {name: saved[name] for name in names & set(saved)}
-    default = Config(**values | {'out': known.out, 'resume': True})
+    try:
+      default = Config(**values | {'out': known.out, 'resume': True})
+    except TypeError as error:
+      raise ConfigError(
+        f'{known.out}/config.json is damaged: {error}'
+      ) from error
   return tyro.cli(Config, prog='python -m train', default=default)
 
 

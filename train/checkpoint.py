@@ -7,6 +7,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.config import ConfigError
+from train.fingerprint import fingerprint
 
 # What may not change between a checkpoint and the run that resumes it. All
 # else (steps, cadences, where it is logged) is free. The gain on held-out
@@ -45,6 +46,8 @@ IDENTITY = (
   'seed',
   'eval_questions',
 )
+
+_STATE = 'state_fingerprint'
 
 
 class CheckpointError(ConfigError):
@@ -88,7 +91,7 @@ class Checkpoints:
         step,
         args=ocp.args.Composite(
           state=ocp.args.PyTreeSave(_named(state)),
-          identity=ocp.args.JsonSave(identity),
+          identity=ocp.args.JsonSave(identity | {_STATE: fingerprint(state)}),
         ),
       )
       manager.wait_until_finished()
@@ -102,10 +105,7 @@ class Checkpoints:
 
   def latest_step(self) -> int | None:
     """The step of the last complete checkpoint, or None."""
-    if not self._path.is_dir():
-      return None
-    steps = [int(p.name) for p in self._path.iterdir() if p.name.isdigit()]
-    return max(steps, default=None)
+    return max(self._steps(), default=None)
 
   def restore(self, state: Any, identity: dict[str, Any]) -> tuple[int, Any]:
     """Reads the last complete checkpoint.
@@ -156,7 +156,15 @@ class Checkpoints:
     except Exception as error:
       raise self._unreadable(step, error) from error
     leaves = [restored[name] for name in named]
-    return step, jax.tree.unflatten(jax.tree.structure(state), leaves)
+    state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    if fingerprint(state) != saved[_STATE]:
+      raise self._unreadable(step, ValueError('its values are not as saved'))
+    return step, state
+
+  def _steps(self) -> list[int]:
+    if not self._path.is_dir():
+      return []
+    return [int(p.name) for p in self._path.iterdir() if p.name.isdigit()]
 
   def _manager(self) -> ocp.CheckpointManager:
     if self._opened is None:
@@ -179,9 +187,16 @@ class Checkpoints:
     return self._opened
 
   def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+    earlier = [before for before in self._steps() if before < step]
+    hint = ''
+    if earlier:
+      hint = (
+        f'. Without the folder {self._path / str(step)} the run goes on from '
+        f'step {max(earlier)}'
+      )
     return CheckpointError(
       f'the checkpoint of step {step} in {self._path} cannot be read: '
-      f'{_first_line(error)}'
+      f'{_first_line(error)}{hint}'
     )
 
 

@@ -153,6 +153,9 @@ class Config:
   """Weight of the KL divergence in the loss; needs --kl-every 1."""
   remat: bool = True
   """Recompute layers in the backward pass: less memory, more time."""
+  log_completions: int = 4
+  """Completions of each step written to RUN/completions.jsonl, with their
+  prompts and rewards."""
   checkpoint_every: int = 0
   """Steps between checkpoints; 0: at the end and when told to stop (SIGTERM,
   SIGINT)."""
@@ -219,6 +222,7 @@ class Config:
       'kl_every',
       'micro_batch',
       'eval_top_k',
+      'log_completions',
       'checkpoint_every',
     ):
       if getattr(self, name) < 0:
@@ -269,6 +273,7 @@ class Config:
         f'kl_penalty needs kl_every=1 (a reference at every step), got '
         f'kl_every={self.kl_every}'
       )
+    self._check_effects()
     self._check_processes()
     if self.out is not None and re.match(r'[a-z]\w+:/', str(self.out)):
       raise ConfigError(
@@ -340,6 +345,14 @@ class Config:
         raise ValueError('expected an object')
     except ValueError as error:
       raise ConfigError(f'task_config: {error}') from error
+    gym = self.task.startswith(GYM)
+    for name, idle in (
+      ('template', not self.own_data and self.template is not None),
+      ('stop', not self.own_data and self.stop is not None),
+      ('task_config', not gym and json.loads(self.task_config) != {}),
+    ):
+      if idle:
+        raise ConfigError(f'{name} does not apply to the task {self.task}')
     if not all(self.stop or ()):
       raise ConfigError('stop: a stop string must not be empty')
 
@@ -354,6 +367,20 @@ class Config:
       raise ConfigError(
         'system_prompt and chat_template_args need a chat_template'
       )
+
+  def _check_effects(self) -> None:
+    """Refuses what would be recorded although it had no effect."""
+    sampled = ('eval_temperature', 'eval_top_k', 'eval_top_p', 'eval_min_p')
+    refill = self.filter_groups == 'refill'
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    for needed, given, names in (
+      ('eval_samples', self.eval_samples > 0, sampled),
+      ('filter_groups=refill', refill, ('refill_rounds',)),
+      ('a correction', self.correction != 'off', ('correction_cap',)),
+    ):
+      for name in names:
+        if not given and getattr(self, name) != defaults[name]:
+          raise ConfigError(f'{name} has no effect without {needed}')
 
   def _check_processes(self) -> None:
     sharding.parse_mesh(self.mesh)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -98,8 +99,7 @@ def load_jsonl(
   Raises:
     TaskError: naming file and line; or the reward cannot be imported.
   """
-  if '{question}' not in template:
-    raise TaskError(f'the template {template!r} has no {{question}} in it')
+  _check(template)
   if reward:
     try:
       verifiers.load_function(reward)
@@ -144,6 +144,7 @@ def load_gym(
     TaskError: unknown name or setting; an entry that cannot be written down;
       or the data set's scorer does not pay its own answers, or pays garbage.
   """
+  _check(template)
   pool = {
     template.replace('{question}', question): entry
     for question, entry in _drawn(name, config or {}).items()
@@ -155,6 +156,11 @@ def load_gym(
     return str(ast.literal_eval(entry)['answer'])
 
   return _task(name, train, evaluation, stops, verifier, timeout, shown)
+
+
+def _check(template: str) -> None:
+  if '{question}' not in template:
+    raise TaskError(f'the template {template!r} has no {{question}} in it')
 
 
 def _drawn(name: str, config: dict[str, Any]) -> dict[str, str]:
@@ -292,7 +298,7 @@ def _field(row: dict[str, Any], names: Sequence[str]) -> str:
   for name in names:
     value = row.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool):
-      value = str(value)
+      value = str(value) if math.isfinite(value) else value
     if isinstance(value, str) and value.strip():
       return value
     if name in row:

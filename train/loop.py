@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 from train import arms, plot, pretrained, processes, sharding, trackers
 from train.chat import load_chat
 from train.checkpoint import IDENTITY, Checkpoints
-from train.config import Config
+from train.config import Config, ConfigError
 from train.evaluate import Evaluation
+from train.fingerprint import fingerprint
 from train.policy import Policy, load_policy
 from train.progress import Progress
 from train.run_folder import RunFolder, settings
@@ -104,7 +105,7 @@ def _run(
     'best_constant_share': task.best_constant[1],
     'parameters': sum(x.size for x in jax.tree.leaves(policy.params)),
     **fingerprints,
-    'weights_fingerprint': policy.fingerprint(),
+    'weights_fingerprint': fingerprint(policy.params, jnp.bfloat16),
   }
   policy = policy._replace(params=None)  # frees the FP32 copy
   known |= resolved
@@ -147,6 +148,7 @@ def _run(
         if config.eval_samples:
           record |= trainer.evaluate_sampled()
       folder.append_metrics(record)
+      folder.append_completions(trainer.completions)
       tracked.write(record)
       progress.step(record)
       every = config.checkpoint_every
@@ -225,11 +227,15 @@ def _evaluation_before(
   """The evaluation of the untrained policy; a resumed run reads it."""
   path = folder.path / 'evaluation_before.json'
   if first:
-    expected = np.array(json.loads(path.read_text()))
+    try:
+      expected = np.array(json.loads(path.read_text()), np.float64)
+    except (OSError, ValueError, TypeError) as error:
+      raise ConfigError(f'{path} is damaged: {error}') from error
+    if expected.shape != trainer.question_identity.shape:
+      raise ConfigError(f'{path} is damaged: {expected.size} values')
     return Evaluation(expected, trainer.question_identity)
   before = trainer.evaluate()
-  if processes.first():
-    path.write_text(json.dumps(before.expected.tolist()) + '\n')
+  folder.write_json(path.name, before.expected.tolist())
   return before
 
 

@@ -1,6 +1,5 @@
 """Policies by name: where their weights come from, and their starting grid."""
 
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,40 +26,6 @@ class Policy(NamedTuple):
   params: nnx.State | None  # float32, every value on the BF16 grid
   tokenizer: Tokenizer
   mesh: Mesh  # that the parameters lie on
-
-  def fingerprint(self) -> str:
-    """Of the weights, as BF16, on any mesh: what a resumed run starts from.
-
-    Sums, modulo 2^32, of every weight's bits mixed with its place, so that no
-    weight has to leave its device.
-    """
-
-    @jax.jit
-    def sums(params):
-      def of(leaf):
-        bits = jax.lax.bitcast_convert_type(
-          leaf.astype(jnp.bfloat16), jnp.uint16
-        ).astype(jnp.uint32)
-        place = jnp.uint32(0)
-        for axis in range(leaf.ndim):
-          index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-          place = _mix(place * jnp.uint32(0x9E3779B9) + index)
-        return [
-          jnp.sum(_mix(bits ^ _mix(place + jnp.uint32(salt))), dtype=jnp.uint32)
-          for salt in range(1, 5)
-        ]
-
-      return [of(leaf) for leaf in jax.tree.leaves(params)]
-
-    sums = np.asarray(jax.device_get(sums(self.params)), np.uint32)
-    return hashlib.sha256(sums.tobytes()).hexdigest()
-
-
-def _mix(x: jax.Array) -> jax.Array:
-  """A bijection of uint32 that spreads every bit (MurmurHash3's finaliser)."""
-  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-    x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-  return x ^ (x >> jnp.uint32(16))
 
 
 def load_policy(model: str, task: Task, mesh: Mesh | None = None) -> Policy:

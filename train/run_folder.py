@@ -13,11 +13,12 @@ import jax
 
 from train.config import Config, ConfigError
 
+_METRICS, _COMPLETIONS = 'metrics.jsonl', 'completions.jsonl'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy', 'reasoning-gym')
 
 
 class RunFolder:
-  """A new folder with `config.json`, `metrics.jsonl` and `summary.json`."""
+  """A folder with `config.json`, `summary.json` and a few `.jsonl`."""
 
   def __init__(self, path: Path, resume: bool = False, write: bool = True):
     """Remembers the path; `create` makes it.
@@ -63,7 +64,7 @@ class RunFolder:
     content = settings(config) | resolved
     content |= {'out': str(self.path), 'versions': _versions()}
     content |= {'device': f'{jax.device_count()} x {device.device_kind}'}
-    self._write_json('config.json', content)
+    self.write_json('config.json', content)
 
   def metrics(self) -> list[dict[str, Any]]:
     """The steps written so far."""
@@ -71,25 +72,33 @@ class RunFolder:
 
   def keep_metrics(self, steps: int) -> None:
     """Drops what was written after `steps`, to be written again."""
-    file = self.path / 'metrics.jsonl'
-    kept = [r for r in self.metrics() if r['step'] <= steps]
-    if len(kept) < steps:
-      raise ConfigError(f'{file} lacks steps before {steps}')
-    if self._write:
-      _replace(file, ''.join(_line(record) for record in kept))
+    for name in (_METRICS, _COMPLETIONS):
+      file = self.path / name
+      kept = [r for r in _read_lines(file) if r['step'] <= steps]
+      if name == _METRICS and len(kept) < steps:
+        raise ConfigError(f'{file} lacks steps before {steps}')
+      if self._write and file.exists():
+        _replace(file, ''.join(_line(record) for record in kept))
 
   def append_metrics(self, record: dict[str, Any]) -> None:
     """Adds one line to `metrics.jsonl`, at once on disk."""
-    if not self._write:
-      return
-    with open(self.path / 'metrics.jsonl', 'a') as file:
-      file.write(_line(record))
+    self._append(_METRICS, [record])
+
+  def append_completions(self, records: list[dict[str, Any]]) -> None:
+    """Adds lines to `completions.jsonl`: what the policy wrote."""
+    self._append(_COMPLETIONS, records)
+
+  def _append(self, name: str, records: list[dict[str, Any]]) -> None:
+    if self._write and records:
+      with open(self.path / name, 'a') as file:
+        file.write(''.join(map(_line, records)))
 
   def write_summary(self, summary: dict[str, Any]) -> None:
     """Writes `summary.json`."""
-    self._write_json('summary.json', _strict(summary))
+    self.write_json('summary.json', _strict(summary))
 
-  def _write_json(self, name: str, content: dict[str, Any]) -> None:
+  def write_json(self, name: str, content: Any) -> None:
+    """Writes a file, whole or not at all."""
     if self._write:
       _replace(self.path / name, json.dumps(content, indent=2) + '\n')
 
@@ -146,13 +155,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
   A last line that a killed run did not finish is left out.
 
   Raises:
-    ConfigError: if another line is not JSON.
+    ConfigError: if another line is none.
   """
-  file = path / 'metrics.jsonl'
+  return _read_lines(path / _METRICS)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
   if not file.exists():
     return []
   whole, _, _ = file.read_text().rpartition('\n')
   try:
-    return [json.loads(line) for line in whole.splitlines()]
+    records = [json.loads(line) for line in whole.splitlines()]
   except ValueError as error:
     raise ConfigError(f'{file} is corrupt: {error}') from error
+  for number, record in enumerate(records, 1):
+    if not isinstance(record, dict) or type(record.get('step')) is not int:
+      raise ConfigError(f'{file} is corrupt: line {number} has no step')
+  return records

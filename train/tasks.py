@@ -23,6 +23,8 @@ MAX_CONSTANT_SHARE = 0.15  # what always giving one answer must stay below
 _EVALUATION_SHARE = 0.25  # of the distinct questions of each stratum
 _JUDGED = 2048  # shortest train sequence whose best constant means something
 _OTHER_ANSWERS = 64  # per question in the self-check
+# Squares of larger rewards, and differences of small ones, fail in float32.
+_LARGEST = 1e9
 
 
 class TaskError(ValueError):
@@ -383,7 +385,7 @@ def score(
 
   Returns:
     The rewards, float32 `[B]`, and how many of them failed: raised, or were
-    no finite number. The first failure is reported as a warning.
+    no number up to 1e9. The first failure is reported as a warning.
   """
   rewards = np.zeros(len(questions), np.float32)
   failures = 0
@@ -392,7 +394,7 @@ def score(
     try:
       if isinstance(verdict, Exception):
         raise verdict
-      if not abs(reward := float(verdict)) <= np.finfo(np.float32).max:
+      if not abs(reward := float(verdict)) <= _LARGEST:
         raise ValueError(f'the reward is {reward}')
       rewards[i] = reward
     except Exception as error:  # a user's reward may be anything

@@ -42,6 +42,7 @@ class _Rollout(NamedTuple):
   terminated: np.ndarray  # bool [B]
   rewards: np.ndarray  # float32 [B]
   failures: int  # rewards that failed
+  texts: dict[int, str]  # by row, of those that lie here
 
   def mixed(self, group: int) -> np.ndarray:
     """Bool `[B]`, True where the rewards of the group differ."""
@@ -116,6 +117,7 @@ class Trainer:
     scaler = self._programs.start_scaler() if scaled else None
     self.state = TrainState(params, opt_state, scaler)
     self.loss_scaling = 'dynamic' if scaled else 'off' if scalable else 'idle'
+    self.completions = []  # some of the last step's
     self._previous = None
     self._reference = None
     if config.kl_every or config.eval_samples:
@@ -178,6 +180,8 @@ class Trainer:
           questions, self._prompts(questions), key, config.temperature
         )
       )
+      if len(rounds) == 1:
+        self.completions = self._shown(step, questions, rounds[0])
       mixed.append(rounds[-1].mixed(config.group))
       if np.sum(mixed) >= mixed[0].size:
         break
@@ -205,7 +209,9 @@ class Trainer:
       np.concatenate([getattr(r, name) for r in rounds])[chosen]
       for name in ('lengths', 'terminated', 'rewards')
     ]
-    merged = _Rollout(prompts, completions, *known, sampling['reward_failures'])
+    merged = _Rollout(
+      prompts, completions, *known, sampling['reward_failures'], {}
+    )
     return merged, trained[chosen], sampling
 
   def _train(
@@ -304,16 +310,19 @@ class Trainer:
       asked, count, prompts, key = self._held_out(start)
       rounds = []
       for i in range(config.eval_samples // config.group):
-        _, completions, lengths, _, rewards, _ = self._sample(
+        sampled = self._sample(
           asked,
           prompts,
           jax.random.fold_in(key, i),
           config.eval_temperature or config.temperature,
           programs.eval_rollout,
         )
+        rewards = sampled.rewards
         rounds.append(rewards.reshape(-1, config.group)[:count])
         counts = np.arange(rewards.size) < count * config.group
-        completions = completions._replace(lengths=lengths * counts)
+        completions = sampled.completions._replace(
+          lengths=sampled.lengths * counts
+        )
         tokens = completions.tokens
         hidden = programs.hidden(self.state.params, prompts, tokens)
         for name, params in others.items():
@@ -367,16 +376,35 @@ class Trainer:
     own = processes.own_rows(completions.tokens)
     rows = list(own)
     rewards = np.zeros(lengths.size, np.float32)
+    texts = {row: self._answers.text(own[row][: lengths[row]]) for row in rows}
     rewards[rows], failures = tasks.score(
       self._task,
       [questions[row // self._config.group] for row in rows],
-      [self._answers.text(own[row][: lengths[row]]) for row in rows],
+      list(texts.values()),
       terminated[rows],
     )
     rewards, failures = processes.total(rewards), processes.total(failures)
     return _Rollout(
-      prompts, completions, lengths, terminated, rewards, int(failures)
+      prompts, completions, lengths, terminated, rewards, int(failures), texts
     )
+
+  def _shown(
+    self, step: int, questions: list[tasks.Question], rollout: _Rollout
+  ) -> list[dict[str, Any]]:
+    """The first completions that lie here, to be read by people."""
+    return [
+      {
+        'step': step + 1,
+        'prompt': questions[row // self._config.group].prompt,
+        'completion': text,
+        'reward': float(rollout.rewards[row]),
+        'tokens': int(rollout.lengths[row]),
+        'terminated': bool(rollout.terminated[row]),
+      }
+      for row, text in list(rollout.texts.items())[
+        : self._config.log_completions
+      ]
+    ]
 
 
 def _prompt_width(tokenizer: Tokenizer, task: tasks.Task) -> int:

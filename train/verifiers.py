@@ -396,6 +396,7 @@ def _start(pickled: bytes, folder: str):
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   # A handler would wait for native code that hangs.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  os.dup2(2, 1)  # what a verifier prints is not the run's own output
   try:
     _watch()
     os.chdir(folder)

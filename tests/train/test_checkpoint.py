@@ -199,6 +199,54 @@ def test_a_truncated_checkpoint_is_refused(runner, copied, capsys, part):
   refused(runner, capsys, 'the checkpoint of step 1', copied)
 
 
+def test_a_flipped_bit_is_noticed(tmp_path):
+  tree = {'w': jnp.arange(2**16, dtype=jnp.float32)}
+  identity = dict.fromkeys(IDENTITY, 1)
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  checkpoints.save(1, tree, identity)
+  step, same = checkpoints.restore(tree, identity)
+  assert step == 1 and np.array_equal(same['w'], tree['w'])
+  files = (tmp_path / 'checkpoints' / '1' / 'state').rglob('*')
+  numbers = max(files, key=lambda file: file.stat().st_size)
+  content = bytearray(numbers.read_bytes())
+  content[len(content) // 2] ^= 1
+  numbers.write_bytes(content)
+  with pytest.raises(CheckpointError, match='its values are not as saved'):
+    checkpoints.restore(tree, identity)
+
+
+def test_a_broken_checkpoint_names_the_one_before(runner, copied, capsys):
+  broken = copied / 'checkpoints' / '2'
+  broken.mkdir()
+  message = f'Without the folder {broken.resolve()} the run goes on from step 1'
+  refused(runner, capsys, message, copied)
+
+
+@pytest.mark.parametrize(
+  'name, content',
+  [
+    ('evaluation_before.json', '[0.1'),
+    ('evaluation_before.json', '[0.1]'),
+    ('evaluation_before.json', '{}'),
+    ('metrics.jsonl', '{"a": 1}\n'),
+    ('metrics.jsonl', '[]\n'),
+    ('completions.jsonl', '{"step": \n'),
+  ],
+)
+def test_a_damaged_file_is_named(runner, copied, capsys, name, content):
+  (copied / name).write_text(content)
+  assert runner.main(resume=True, out=copied) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('error: ') and name in error
+  assert 'is damaged' in error or 'is corrupt' in error
+
+
+def test_damaged_settings_are_refused(runner, copied, capsys):
+  file = copied / 'config.json'
+  file.write_text(json.dumps(json.loads(file.read_text()) | {'prompts': 'x'}))
+  refused(runner, capsys, 'config.json is damaged', copied)
+
+
 def test_a_run_with_other_settings_is_refused_with_all_the_reasons(
   runner, copied, capsys
 ):

@@ -98,6 +98,7 @@ def test_a_run_leaves_everything_behind_and_its_seed_repeats_it(
   assert 'loss scaling' not in output  # an arm that needs none
   files = {'config.json', 'metrics.jsonl', 'summary.json', 'reward.png'}
   files |= {'evaluation_before.json', 'checkpoints', 'model'}
+  files |= {'completions.jsonl'}
   assert {file.name for file in out.iterdir()} == files
   assert (out / 'reward.png').read_bytes().startswith(b'\x89PNG')
 
@@ -120,6 +121,15 @@ def test_a_run_leaves_everything_behind_and_its_seed_repeats_it(
     assert records[0][name] == 0
   assert records[2]['kl_exact'] > 0
   assert records[0]['changed_fraction'] > 0.1
+
+  written = (out / 'completions.jsonl').read_text().splitlines()
+  shown = [json.loads(line) for line in written]
+  assert [entry['step'] for entry in shown] == [1] * 4 + [2] * 4 + [3] * 4
+  prompts = {q.prompt for q in trainers[0]._task.train}
+  for entry in shown:
+    assert entry['prompt'] in prompts
+    assert entry['reward'] in (0, 1) and 1 <= entry['tokens']
+    assert not entry['reward'] or entry['terminated']
 
   assert summary == json.loads((out / 'summary.json').read_text())
   assert set(SUMMARY) <= set(summary)
