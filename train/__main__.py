@@ -14,7 +14,7 @@ os.environ['XLA_FLAGS'] = (
 import tyro  # noqa: E402 - JAX reads XLA_FLAGS when it is imported
 
 from train import loop, processes  # noqa: E402
-from train.config import Config, ConfigError  # noqa: E402
+from train.config import PROCESS_FLAGS, Config, ConfigError  # noqa: E402
 from train.pretrained import PretrainedError  # noqa: E402
 from train.run_folder import read_config  # noqa: E402
 from train.sharding import MeshError  # noqa: E402
@@ -34,6 +34,7 @@ def parse() -> Config:
   if known.resume and known.out:
     saved = read_config(known.out)
     names = {field.name for field in dataclasses.fields(Config)}
+    names -= set(PROCESS_FLAGS)  # where a run goes on is not where it started
     values = {name: saved[name] for name in names & set(saved)}
     try:
       default = Config(**values | {'out': known.out, 'resume': True})
@@ -66,4 +67,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-  sys.exit(processes.leave(main()))
+  sys.exit(processes.run(main))

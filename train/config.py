@@ -11,6 +11,12 @@ from train.data_sets import GYM, load_gym, load_jsonl
 COMPUTE_DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
 LOSS_SCALERS = ('auto', 'off')
 TRACKERS = ('off', 'wandb', 'trackio')
+PROCESS_FLAGS = (
+  'distributed',
+  'coordinator_address',
+  'num_processes',
+  'process_id',
+)
 FILTERS = ('off', 'drop', 'refill')
 # How far a ratio may fall below and rise above 1, by loss: each paper's bounds.
 CLIPS = {

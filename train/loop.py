@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from train import arms, plot, pretrained, processes, sharding, trackers
 from train.chat import load_chat
 from train.checkpoint import IDENTITY, Checkpoints
-from train.config import Config, ConfigError
+from train.config import PROCESS_FLAGS, Config, ConfigError
 from train.evaluate import Evaluation
 from train.fingerprint import fingerprint
 from train.policy import Policy, load_policy
@@ -28,7 +28,7 @@ from train.tasks import Task
 from train.trainer import Trainer
 
 # Flags that each of several processes may have its own value of.
-_OWN = ('process_id', 'coordinator_address', 'out')
+_OWN = (*PROCESS_FLAGS, 'out')
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -54,18 +54,24 @@ def run(config: Config) -> dict[str, Any]:
     Interrupted: after SIGTERM or SIGINT.
   """
   started = time.monotonic()
-  trackers.check(config)
-  mesh = sharding.make_mesh(config.mesh)
-  folder = RunFolder(
-    config.out or _default_folder(config),
-    config.resume,
-    write=processes.first(),
-  )
-  task = config.load_task()
-  # Held by `_run` alone, which frees the weights once the state is made.
-  policy = [_load_policy(config, task, mesh)]
+
+  def prepare():
+    trackers.check(config)
+    mesh = sharding.make_mesh(config.mesh)
+    folder = RunFolder(
+      config.out or _default_folder(config),
+      config.resume,
+      write=processes.first(),
+    )
+    task = config.load_task()
+    return [folder, task, mesh, _load_policy(config, task, mesh)]
+
+  prepared = processes.on_each(prepare)
+  folder, task, mesh, _ = prepared
+  del _
   with jax.set_mesh(mesh):
-    return _run(config, task, policy.pop(), folder, started)
+    # Not held here: `_run` frees the weights once the state is made.
+    return _run(config, task, prepared.pop(), folder, started)
 
 
 def _load_policy(config: Config, task: Task, mesh: Mesh) -> Policy:
@@ -114,9 +120,11 @@ def _run(
   first = 0
   if config.resume:
     folder.warn_of_other_versions()
+    processes.same({'last checkpoint': checkpoints.latest_step()})
     if checkpoints.latest_step() is not None:
       first, trainer.state = checkpoints.restore(trainer.state, identity)
   processes.on_first(lambda: folder.create(config, **resolved))
+  processes.on_each(lambda: folder.wait(processes.SILENCE))
   processes.on_first(lambda: folder.keep_metrics(first))
   _announce(config, resolved, folder.path, first)
 

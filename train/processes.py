@@ -7,23 +7,26 @@ all of them, and decide alike.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from train.config import Config, ConfigError
 
-# Seconds: until all processes have come; until one that has fallen silent is
-# given up, which ends the others; that the first one leaves the others to say
-# what went wrong with them.
-START, SILENCE, PARTING = 300, 60, 5
+# Seconds: until all processes have come; until all have loaded model and data;
+# until one that has fallen silent is given up, which ends the others; that the
+# first one leaves the others to say what went wrong with them.
+START, LOADING, SILENCE, PARTING = 300, 3600, 60, 5
 
 
 def initialize(config: Config) -> None:
@@ -113,30 +116,59 @@ def own_rows(array: jax.Array) -> dict[int, np.ndarray]:
   return dict(sorted(rows.items()))
 
 
-def on_first(action: Callable[[], Any]) -> Any:
-  """Does something on the first process while the others wait.
+def on_each(action: Callable[[], Any]) -> Any:
+  """Does something on every process, however long it takes each.
 
   Returns:
-    What it returns, on the first; None elsewhere.
+    What it returns here.
 
   Raises:
-    ConfigError: on all other processes, if it fails on the first.
+    ConfigError: where it fails on other processes only; else what it raises.
   """
+  if jax.process_count() == 1:
+    return action()
   result, failure = None, None
-  if first():
-    try:
-      result = action()
-    except Exception as error:  # raised again below
-      failure = error
-  failed = total(np.int32(failure is not None))
+  try:
+    result = action()
+  except Exception as error:  # raised again below
+    failure = error
+  # Collectives give up sooner on those who are late (Gloo after 30 s).
+  meet = multihost.get_barrier_sync_fn()
+  meet(key=f'sr_optax_{next(_meetings)}', timeout_ms=1000 * LOADING)
+  failed = multihost_utils.process_allgather(np.int32(failure is not None))
   if failure is not None:
     raise failure
-  if failed:
-    raise ConfigError('the first process has failed; it says why')
+  if np.any(failed):
+    raise ConfigError(f'process {np.argmax(failed)} has failed; it says why')
   return result
 
 
-def leave(status: int) -> int:
+_meetings = itertools.count()
+
+
+def on_first(action: Callable[[], Any]) -> None:
+  """Does something on the first process while the others wait.
+
+  Raises:
+    ConfigError: on the others, if it fails on the first.
+  """
+  on_each(lambda: action() if first() else None)
+
+
+def run(main: Callable[[], int]) -> int:
+  """Runs one of several processes, or the only one, to its exit status."""
+  try:
+    status = main()
+  except Exception:
+    if jax.process_count() == 1:
+      raise
+    # Left to Python, JAX would wait for the others, which wait for this one.
+    traceback.print_exc()
+    status = 1
+  return _leave(status)
+
+
+def _leave(status: int) -> int:
   """Ends one of several processes that failed; else returns the status.
 
   Where the others fail likewise, all leave with this status. Where they do

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ class RunFolder:
     content |= {'out': str(self.path), 'versions': _versions()}
     content |= {'device': f'{jax.device_count()} x {device.device_kind}'}
     self.write_json('config.json', content)
+
+  def wait(self, seconds: float) -> None:
+    """Waits until this process sees what the writing one has made.
+
+    Raises:
+      ConfigError: if it does not; file systems may take a while.
+    """
+    until = time.monotonic() + seconds
+    while not (self.path / 'config.json').is_file():
+      if time.monotonic() > until:
+        raise ConfigError(
+          f'the run folder {self.path} is not on a file system that all '
+          'processes see'
+        )
+      time.sleep(1)
 
   def metrics(self) -> list[dict[str, Any]]:
     """The steps written so far."""

@@ -50,7 +50,18 @@ from benchmarks.device.settings import FULL, SMALL, Setting  # noqa: E402
 
 def main(argv: list[str] | None = None) -> int:
   """Runs everything and writes JSON: 1 if a result fails."""
-  options = _parser().parse_args(argv)
+  parser = _parser()
+  options = parser.parse_args(argv)
+  if options.json not in (
+    None,
+    '-',
+  ):  # known to be writable before minutes pass
+    path = pathlib.Path(options.json)
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.touch()
+    except OSError as error:
+      parser.error(f'--json: {error}')
   on_cpu = jax.default_backend() == 'cpu'
   setting = options.setting or (SMALL if on_cpu else FULL)
   report = measure(setting, options.budget)
@@ -58,8 +69,6 @@ def main(argv: list[str] | None = None) -> int:
   if options.json == '-':
     print(text, end='')
   elif options.json:
-    path = pathlib.Path(options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
   return int(report['status'] == 'fail')
 

@@ -373,7 +373,7 @@ import conftest, jax, sys
 from train import __main__, processes, tasks
 jax.config.update('jax_num_cpu_devices', int(sys.argv.pop(1)))
 tasks.load_task = conftest.few_questions()
-sys.exit(processes.leave(__main__.main()))
+sys.exit(processes.run(__main__.main))
 """
 
 

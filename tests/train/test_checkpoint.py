@@ -247,6 +247,18 @@ def test_damaged_settings_are_refused(runner, copied, capsys):
   refused(runner, capsys, 'config.json is damaged', copied)
 
 
+def test_a_run_of_several_processes_is_resumed_by_one(runner, copied):
+  file = copied / 'config.json'
+  several = dict(
+    distributed=True,
+    coordinator_address='10.0.0.1:1234',
+    num_processes=2,
+    process_id=0,
+  )
+  file.write_text(json.dumps(json.loads(file.read_text()) | several))
+  assert runner.main(resume=True, out=copied) == 0
+
+
 def test_a_run_with_other_settings_is_refused_with_all_the_reasons(
   runner, copied, capsys
 ):

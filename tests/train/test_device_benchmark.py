@@ -172,3 +172,11 @@ def test_the_numpy_rounding_is_the_fraction_in_counts():
   # FP16 drops 13 bits of 0x1234: 0x1234 / 2^13, in 2^16 draws 8 times as many.
   code = reference.expected_rounding(word, u, reference.FP16)
   assert (code == 0x3C01).sum() == 0x1234 * 8
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+  (tmp_path / 'file').touch()
+  with pytest.raises(SystemExit) as stop:
+    device.main(['--small', '--json', str(tmp_path / 'file' / 'report.json')])
+  assert stop.value.code == 2
+  assert '--json: ' in capsys.readouterr().err

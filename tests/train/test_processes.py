@@ -155,10 +155,62 @@ def test_what_cannot_run_is_refused_by_every_process(
   assert not (tmp_path / 'run').exists()
 
 
-def test_processes_that_were_not_given_the_same_are_refused(start, tmp_path):
+@pytest.mark.parametrize(
+  'last, message',
+  [
+    (dict(seed=3, lr=0.5), 'the processes differ in: lr, seed'),
+    (dict(mesh='data=5'), 'does not multiply to the 8 devices'),
+    (dict(model='/nowhere/model'), '/nowhere/model is not a directory'),
+  ],
+)
+def test_what_is_wrong_with_one_process_ends_all(
+  start, tmp_path, last, message
+):
   out = tmp_path / 'run'
-  status, outputs = ended(start(2, out=out, last=dict(seed=3, lr=0.5)))
+  status, outputs = ended(start(2, out=out, last=last))
   assert status == [2, 2], outputs
-  message = 'the processes differ in: lr, seed'
-  assert all(message in errors for _, errors in outputs)
+  assert message in outputs[1][1]
+  assert message in outputs[0][1] or (
+    'process 1 has failed; it says why' in outputs[0][1]
+  )
   assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_only_one_process_sees_is_noticed(start, tmp_path):
+  last = dict(out=tmp_path / 'elsewhere')
+  status, outputs = ended(start(2, out=tmp_path / 'run', last=last))
+  assert status == [2, 2], outputs
+  assert 'is not on a file system that all processes see' in outputs[1][1]
+  assert 'process 1 has failed' in outputs[0][1]
+
+
+CRASH = """
+import multiprocessing, sys
+
+def reward(*texts):
+  return 0.0
+
+if multiprocessing.parent_process() is None and '--process-id=1' in sys.argv:
+  from train import trainer
+
+  def step(self, step):
+    raise RuntimeError('out of memory, say')
+
+  trainer.Trainer.step = step
+"""
+
+
+@pytest.mark.slow
+def test_an_error_that_nobody_expects_ends_all(start, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'crash.py').write_text(CRASH)
+  rows = [f'{{"question": "{i}+1=", "answer": "{i + 1}"}}' for i in range(40)]
+  (tmp_path / 'sums.jsonl').write_text('\n'.join(rows))
+  own = dict(task='sums.jsonl', template='{question}', reward='crash:reward')
+  running = start(
+    2, out='run', steps=9, eval_samples=0, eval_questions=4, **own
+  )
+  status, outputs = ended(running)
+  assert 'RuntimeError: out of memory, say' in outputs[1][1]
+  assert status[1] == 1 and status[0] not in (0, None)
