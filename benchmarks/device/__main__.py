@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
   if options.json not in (
     None,
     '-',
-  ):  # known to be writable before minutes pass
+  ):  # seen before minutes pass
     path = pathlib.Path(options.json)
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
