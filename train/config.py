@@ -351,6 +351,8 @@ class Config:
         raise ValueError('expected an object')
     except ValueError as error:
       raise ConfigError(f'task_config: {error}') from error
+    if not all(self.stop or ()):
+      raise ConfigError('stop: a stop string must not be empty')
     gym = self.task.startswith(GYM)
     for name, idle in (
       ('template', not self.own_data and self.template is not None),
@@ -359,8 +361,6 @@ class Config:
     ):
       if idle:
         raise ConfigError(f'{name} does not apply to the task {self.task}')
-    if not all(self.stop or ()):
-      raise ConfigError('stop: a stop string must not be empty')
 
   def _check_chat(self) -> None:
     try:

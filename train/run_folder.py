@@ -93,7 +93,7 @@ class RunFolder:
       kept = [r for r in _read_lines(file) if r['step'] <= steps]
       if name == _METRICS and len(kept) < steps:
         raise ConfigError(f'{file} lacks steps before {steps}')
-      if self._write and file.exists():
+      if self._write:
         _replace(file, ''.join(_line(record) for record in kept))
 
   def append_metrics(self, record: dict[str, Any]) -> None:

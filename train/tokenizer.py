@@ -70,10 +70,12 @@ class Tokenizer:
     self.bos_id = self._id_of('bos_token')
     pad_id = self._id_of('pad_token')
     self.pad_id: int = self.eos_ids[0] if pad_id is None else pad_id
-    probe = backend.encode('0', add_special_tokens=True)
-    added = probe.special_tokens_mask
-    text = added.index(0) if 0 in added else 0
-    self.prompt_start = tuple(probe.ids[:text])
+    self.prompt_start: tuple[int, ...] = ()
+    if backend.post_processor is not None:
+      probe = backend.encode('0', add_special_tokens=True)
+      added = probe.special_tokens_mask
+      text = added.index(0) if 0 in added else 0
+      self.prompt_start = tuple(probe.ids[:text])
     self.prompt_fingerprint: str | None = None
     if self.prompt_start:
       self.prompt_fingerprint = f'starts with {list(self.prompt_start)}'

@@ -115,6 +115,7 @@ def test_a_miniature_runs_once_resumes_and_is_reported(
   shown = capsys.readouterr().out
   assert '| (a) |' in shown and 'mini: model on addition' in shown
   kept = {'config.json', 'evaluation_before.json', 'metrics.jsonl'}
+  kept |= {'completions.jsonl'}
   for run in planned:
     last = 'failed.json' if run.variant else 'summary.json'
     assert {p.name for p in run.config.out.iterdir()} == kept | {last}
