@@ -67,8 +67,7 @@ def run(config: Config) -> dict[str, Any]:
     return [folder, task, mesh, _load_policy(config, task, mesh)]
 
   prepared = processes.on_each(prepare)
-  folder, task, mesh, _ = prepared
-  del _
+  folder, task, mesh = prepared[:3]
   with jax.set_mesh(mesh):
     # Not held here: `_run` frees the weights once the state is made.
     return _run(config, task, prepared.pop(), folder, started)
