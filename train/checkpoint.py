@@ -157,7 +157,8 @@ class Checkpoints:
       raise self._unreadable(step, error) from error
     leaves = [restored[name] for name in named]
     state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-    if fingerprint(state) != saved[_STATE]:
+    # Older checkpoints have none.
+    if _STATE in saved and fingerprint(state) != saved[_STATE]:
       raise self._unreadable(step, ValueError('its values are not as saved'))
     return step, state
 

@@ -161,7 +161,7 @@ class Config:
   """Recompute layers in the backward pass: less memory, more time."""
   log_completions: int = 4
   """Completions of each step written to RUN/completions.jsonl, with their
-  prompts and rewards."""
+  prompts and rewards; 0: none."""
   checkpoint_every: int = 0
   """Steps between checkpoints; 0: at the end and when told to stop (SIGTERM,
   SIGINT)."""

@@ -272,8 +272,7 @@ class Decoder(nnx.Module):
 
     Queries see the cache's slots up to their own, which are all real because
     completions are dense from slot 0. Layers are not scanned: on a CPU a scan
-    would copy its slices of weights and cache for every token, a third of the
-    time.
+    would copy its slices of weights and cache for every token.
 
     Args:
       weights: from `layer_wise`, in the dtype to compute in.

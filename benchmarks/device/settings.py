@@ -3,6 +3,7 @@
 import dataclasses
 
 from train.model import ModelConfig
+from train.presets import PRESETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +70,5 @@ FULL = Setting(
   prompt_tokens=128,
   new_tokens=128,
   micro_batches=4,
-  model=ModelConfig(
-    vocab_size=151_936,
-    width=1536,
-    layers=28,
-    heads=12,
-    kv_heads=2,
-    head_width=128,
-    ff_width=8960,
-    context=32_768,
-    rope_theta=1e6,
-    tied_embeddings=True,
-    rms_eps=1e-6,
-    qkv_bias=True,
-  ),
+  model=PRESETS['Qwen2.5-1.5B'],
 )
