@@ -1,8 +1,9 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families.
 
 The keys and values of a prompt are computed once and shared by the
-completions of its group, in rollout and, with gradients, in training. One
-forward serves prefill, decoding, scoring and training.
+completions of its group, in rollout and, with gradients, in training. The same
+layer serves prefill, decoding, scoring and training; they differ in what its
+attention sees.
 
 Shape legend, used throughout `train`:
 
@@ -186,50 +187,101 @@ class Decoder(nnx.Module):
 
   def __call__(
     self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    valid: jax.Array,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    completions: jax.Array,
     *,
-    prefix: KeyValues | None = None,
-    prefix_valid: jax.Array | None = None,
     compute_dtype=jnp.float32,
     remat: bool = False,
-  ) -> tuple[jax.Array, KeyValues]:
-    """Runs all layers over whole sequences.
+  ) -> tuple[jax.Array, jax.Array]:
+    """Runs all layers over prompts and, behind each, its completions.
 
-    Queries see the valid tokens up to themselves and, with a prefix, the valid
-    tokens of their prompt.
+    A prompt's tokens run once; its completions see its keys and values, and
+    not each other. All tokens go through a layer in one pass, so a sharded
+    weight is gathered once and its gradient summed over devices once.
 
     Args:
-      tokens: int32 `[B, T]`, padded on the right.
-      positions: int32 `[B, T]`, number of real tokens before each token.
-      valid: bool `[B, T]`, False where padded.
-      prefix: of all layers, what this method returned for P prompts.
-      prefix_valid: bool `[P, S]`, the `valid` of the prompts.
+      prompts: int32 `[P, S]`, padded on the right.
+      lengths: int32 `[P]`, real tokens of the prompts.
+      completions: int32 `[B, T]`, padded on the right. T may be 0.
       compute_dtype: of matrix products and activations. RMSNorm, RoPE and
         softmax are float32 always.
       remat: recompute whole layers in the backward pass, matrix products too.
 
     Returns:
-      Normed hidden states `[B, T, D]` in `compute_dtype`, and the keys and
-      values of these T tokens, stacked along a leading axis L.
+      Normed hidden states in `compute_dtype`, `[P, S, D]` and `[B, T, D]`.
 
     Raises:
-      ValueError: a prefix without `prefix_valid` or the reverse; a P that does
-        not divide B.
+      ValueError: a P that does not divide B.
     """
-    query = jnp.arange(tokens.shape[1])[:, None]
-    mask = valid[:, None] & (query >= query.T)[None]
-    mask = _with_prefix(mask, prefix, prefix_valid)
+    (count, length), (batch, time) = prompts.shape, completions.shape
+    if batch % count:
+      raise ValueError(f'batch {batch} is not a multiple of {count} prompts')
+    # One row for a prompt and its group: [P, S + G * T].
+    behind = count, batch // count * time
+    tokens = [prompts, completions.reshape(behind)]
+    after = jnp.repeat(lengths, batch // count)[:, None]
+    after += jnp.arange(time)[None]
+    positions = [_positions(prompts), after.reshape(behind)]
+    mask = _causal(lengths, length)
+    seen = _with_prefix(_lower(batch, time), lengths, length)
+
+    def attend(q, k, v):
+      def completions_of(x):
+        return x[:, length:].reshape(batch, time, *x.shape[2:])
+
+      prefix = _laid_out(k[:, :length], v[:, :length])
+      own = _laid_out(completions_of(k), completions_of(v))
+      mine = _attend(q[:, :length], [prefix], mask)
+      theirs = _attend(completions_of(q), [prefix, own], seen)
+      theirs = theirs.reshape(*behind, *theirs.shape[2:])
+      return jnp.concatenate([mine, theirs], axis=1), None
+
+    hidden, _ = self._scan(
+      jnp.concatenate(tokens, axis=1),
+      jnp.concatenate(positions, axis=1),
+      attend,
+      compute_dtype,
+      remat,
+    )
+    return (
+      hidden[:, :length],
+      hidden[:, length:].reshape(batch, time, hidden.shape[2]),
+    )
+
+  def prefill(
+    self, prompts: jax.Array, lengths: jax.Array, *, compute_dtype=jnp.float32
+  ) -> tuple[jax.Array, KeyValues]:
+    """Runs all layers over prompts, for `decode`.
+
+    Args:
+      prompts: int32 `[P, S]`, padded on the right.
+      lengths: int32 `[P]`, real tokens of the prompts.
+      compute_dtype: see `__call__`.
+
+    Returns:
+      Normed hidden states `[P, S, D]` in `compute_dtype`, and the keys and
+      values, stacked along a leading axis L.
+    """
+    mask = _causal(lengths, prompts.shape[1])
+
+    def attend(q, k, v):
+      own = _laid_out(k, v)
+      return _attend(q, [own], mask), own
+
+    positions = _positions(prompts)
+    return self._scan(prompts, positions, attend, compute_dtype, remat=False)
+
+  def _scan(self, tokens, positions, attend, compute_dtype, remat):
+    """All layers and the last norm, and what `attend` kept of each layer."""
     rotation = _rotation(positions, self.config)
 
-    def layer(x, xs):
-      weights, prefix = xs
+    def layer(x, weights):
       weights = {
         name: gathered(leaf.astype(compute_dtype), f'blocks/{name}')
         for name, leaf in weights.items()
       }
-      return self._layer(x, weights, rotation, mask, prefix)
+      return self._layer(x, weights, rotation, attend)
 
     # Elementwise work is always redone in the backward pass: it is cheap, and
     # what it would keep is more than the products' results.
@@ -237,9 +289,9 @@ class Decoder(nnx.Module):
     layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
     weights = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
     x = gathered(self.embed[...], 'embed')[tokens].astype(compute_dtype)
-    x, own = jax.lax.scan(layer, constrain(x, ROWS), (weights, prefix))
-    x = _rms_norm(x, self.norm[...].astype(compute_dtype), self.config.rms_eps)
-    return x, own
+    x, kept = jax.lax.scan(layer, constrain(x, ROWS), weights)
+    norm = self.norm[...].astype(compute_dtype)
+    return _rms_norm(x, norm, self.config.rms_eps), kept
 
   def layer_wise(self, compute_dtype) -> LayerWise:
     """The weights for `decode`: cast, gathered and cut once for many tokens."""
@@ -265,14 +317,14 @@ class Decoder(nnx.Module):
     cache: list[KeyValues],
     index: jax.Array | int,
     *,
-    prefix: list[KeyValues] | None = None,
-    prefix_valid: jax.Array | None = None,
+    prefix: list[KeyValues],
+    lengths: jax.Array,
   ) -> tuple[jax.Array, list[KeyValues]]:
-    """Runs all layers over the next tokens of sequences that are cached.
+    """Runs all layers over the next tokens of completions that are cached.
 
-    Queries see the cache's slots up to their own, which are all real because
-    completions are dense from slot 0. Layers are not scanned: on a CPU a scan
-    would copy its slices of weights and cache for every token.
+    Queries see their prompt and the cache's slots up to their own, which are
+    all real because completions are dense from slot 0. Layers are not scanned:
+    on a CPU a scan would copy its slices of weights and cache for every token.
 
     Args:
       weights: from `layer_wise`, in the dtype to compute in.
@@ -281,49 +333,45 @@ class Decoder(nnx.Module):
       cache: of each layer, see `init_cache`.
       index: int32 scalar, slot of the first token; the caller keeps
         `index + T <= S`.
-      prefix: of each layer, see `unstack`.
-      prefix_valid: see `__call__`.
+      prefix: of each layer, see `prefill` and `unstack`.
+      lengths: int32 `[P]`, real tokens of the prompts.
 
     Returns:
       Normed hidden states `[B, T, D]`, and the cache with these tokens.
     """
-    batch, time = tokens.shape
-    slots = jnp.arange(cache[0].v.shape[2])[None]
-    mask = slots <= jnp.arange(time)[:, None] + index
-    mask = jnp.broadcast_to(mask, (batch, *mask.shape))
-    mask = _with_prefix(mask, prefix, prefix_valid)
+    slots = cache[0].v.shape[2]
+    mask = _lower(*tokens.shape, slots, index)
+    mask = _with_prefix(mask, lengths, prefix[0].v.shape[2])
     rotation = _rotation(positions, self.config)
     x = constrain(weights.embed[tokens], ROWS)  # [B, T, D]
     new = []
-    before = [None] * len(cache) if prefix is None else prefix
-    for block, own, shared in zip(weights.blocks, cache, before, strict=True):
-      x, own = self._layer(x, block, rotation, mask, shared, own, index)
+    for block, old, shared in zip(weights.blocks, cache, prefix, strict=True):
+
+      def attend(q, k, v, old=old, shared=shared):
+        own = _laid_out(k, v)
+        own = KeyValues(
+          jax.lax.dynamic_update_slice(old.k, own.k, (0, 0, 0, index)),
+          jax.lax.dynamic_update_slice(old.v, own.v, (0, 0, index, 0)),
+        )
+        return _attend(q, [shared, own], mask), own
+
+      x, own = self._layer(x, block, rotation, attend)
       new.append(own)
     return _rms_norm(x, weights.norm, self.config.rms_eps), new
 
-  def _layer(
-    self, x, weights, rotation, mask, prefix, cache=None, index=None
-  ) -> tuple[jax.Array, KeyValues]:
-    """One layer: the new residual stream, and its keys and values."""
-    eps, precision = self.config.rms_eps, _precision(x.dtype)
+  def _layer(self, x, weights, rotation, attend):
+    """One layer: the new residual stream, and what `attend` keeps."""
+    eps = self.config.rms_eps
     w = _matrices(weights)
     y = _rms_norm(x, w['attention_norm'], eps)
-    q, k, v = _project(y, w, self.config.head_width, rotation, eps, precision)
-    own = KeyValues(jnp.einsum('bskh->bkhs', k), jnp.einsum('bskh->bksh', v))
-    if cache is not None:
-      own = KeyValues(
-        jax.lax.dynamic_update_slice(cache.k, own.k, (0, 0, 0, index)),
-        jax.lax.dynamic_update_slice(cache.v, own.v, (0, 0, index, 0)),
-      )
-    segments = [own] if prefix is None else [prefix, own]
-    y = _attend(q, segments, mask, precision)
-    x += _linear(y.reshape(*y.shape[:2], -1), w['o'], precision)
+    q, k, v = _project(y, w, self.config.head_width, rotation, eps)
+    y, kept = attend(q, k, v)
+    x += _linear(y.reshape(*y.shape[:2], -1), w['o'])
     x = constrain(x, ROWS)
     y = _rms_norm(x, w['mlp_norm'], eps)
-    gate = _linear(y, w['gate'], precision)
-    y = jax.nn.silu(gate) * _linear(y, w['up'], precision)
+    y = jax.nn.silu(_linear(y, w['gate'])) * _linear(y, w['up'])
     y = constrain(y, ROWS, None, 'tensor')
-    return constrain(x + _linear(y, w['down'], precision), ROWS), own
+    return constrain(x + _linear(y, w['down']), ROWS), kept
 
   @property
   def _head(self) -> str:
@@ -402,19 +450,37 @@ def _precision(compute_dtype) -> jax.lax.Precision:
   return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
 
-def _with_prefix(mask, prefix, prefix_valid):
-  """Which keys a query sees, the prefix first: bool `[B, T, S]`."""
-  if (prefix is None) != (prefix_valid is None):
-    raise ValueError('prefix and prefix_valid go together')
-  if prefix is None:
-    return mask
+def _positions(tokens):
+  return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+
+
+def _valid(lengths, length):
+  return jnp.arange(length)[None] < lengths[:, None]  # [P, S]
+
+
+def _lower(batch, time, slots=None, index=0):
+  """Keys up to each query's own slot, `index + t`: bool `[B, T, S]`."""
+  seen = jnp.arange(slots or time)[None] <= jnp.arange(time)[:, None] + index
+  return jnp.broadcast_to(seen, (batch, *seen.shape))
+
+
+def _causal(lengths, length):
+  """Which tokens of its prompt a token sees: bool `[P, S, S]`."""
+  return _lower(len(lengths), length) & _valid(lengths, length)[:, None]
+
+
+def _with_prefix(mask, lengths, length):
+  """Puts the tokens of the prompts, all seen, first: bool `[B, T, S]`."""
   batch, time = mask.shape[:2]
-  prompts, length = prefix_valid.shape
-  if batch % prompts:
-    raise ValueError(f'batch {batch} is not a multiple of {prompts} prompts')
-  seen = jnp.repeat(prefix_valid, batch // prompts, axis=0)[:, None]
+  seen = _valid(lengths, length)
+  seen = jnp.repeat(seen, batch // len(lengths), axis=0)[:, None]
   seen = jnp.broadcast_to(seen, (batch, time, length))
   return jnp.concatenate([seen, mask], axis=2)
+
+
+def _laid_out(k, v):
+  """Keys and values `[B, S, K, H]` as `KeyValues`."""
+  return KeyValues(jnp.einsum('bskh->bkhs', k), jnp.einsum('bskh->bksh', v))
 
 
 def _matrices(weights):
@@ -424,15 +490,16 @@ def _matrices(weights):
   return weights | merged | {'o': weights['o'].reshape(-1, width)}
 
 
-def _linear(x, weight, precision):
+def _linear(x, weight):
   """Multiplies `[B, T, in]` by `[in, out]`, as two matrices.
 
   For the gradient of a weight, XLA on a CPU would copy the activations
   transposed, slowly, if it had to contract over two axes, B and T.
   """
   batch, time, width = x.shape
-  y = jnp.dot(x.reshape(batch * time, width), weight, precision=precision)
-  return y.reshape(batch, time, -1)
+  rows = x.reshape(batch * time, width)
+  y = jnp.dot(rows, weight, precision=_precision(x.dtype))
+  return y.reshape(batch, time, weight.shape[1])
 
 
 def _rms_norm(x, weight, eps):
@@ -462,11 +529,11 @@ def _rotate(x, rotation):
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def _project(x, w, head_width, rotation, eps, precision):
+def _project(x, w, head_width, rotation, eps):
   """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]` of one layer."""
   q, k, v = (
     constrain(
-      _linear(x, w[name], precision).reshape(*x.shape[:2], -1, head_width),
+      _linear(x, w[name]).reshape(*x.shape[:2], -1, head_width),
       ROWS,
       None,
       'tensor',
@@ -482,7 +549,7 @@ def _project(x, w, head_width, rotation, eps, precision):
   return _rotate(q, rotation), _rotate(k, rotation), v
 
 
-def _attend(q, segments, mask, precision):
+def _attend(q, segments, mask):
   """One softmax over all segments of keys; a prefix is never tiled.
 
   Args:
@@ -490,7 +557,6 @@ def _attend(q, segments, mask, precision):
     segments: of keys and values of one layer, of P rows; where P < B, a row of
       the segment serves B / P neighbouring rows of `q`.
     mask: bool `[B, T, S]` over the concatenated S, True where visible.
-    precision: of the matrix products.
 
   Returns:
     `[B, T, N, H]` in the dtype of `q`.
@@ -507,12 +573,13 @@ def _attend(q, segments, mask, precision):
       x.reshape(prompts, batch // prompts, *grouped, x.shape[-1]),
       y,
       (((5,), (2,)), ((0, 2), (0, 1))),
-      precision=precision,
+      precision=_precision(q.dtype),
       preferred_element_type=jnp.float32,
     )  # [P, K, G, R, T, Y]
     return jnp.swapaxes(z, 1, 2).reshape(batch, *grouped, y.shape[-1])
 
-  q = jnp.einsum('btkrh->bkrth', q.reshape(batch, time, *grouped[:2], -1))
+  q = q.reshape(batch, time, *grouped[:2], head_width)
+  q = jnp.einsum('btkrh->bkrth', q)
   scores = [product(q, k) for k, _ in segments]
   scores = jnp.concatenate(scores, axis=-1) * head_width**-0.5
   scores = jnp.where(mask[:, None, None], scores, _MASKED)

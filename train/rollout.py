@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.model import Decoder, KeyValues, init_cache, unstack
+from train.model import Decoder, init_cache, unstack
 from train.sharding import ROWS, constrain
 
 
@@ -16,11 +16,6 @@ class Prompts(NamedTuple):
 
   tokens: jax.Array  # int32 [P, S]
   lengths: jax.Array  # int32 [P], real tokens
-
-  @property
-  def valid(self) -> jax.Array:
-    """Bool `[P, S]`, True for real tokens."""
-    return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
 
 
 class Completions(NamedTuple):
@@ -50,26 +45,10 @@ def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> Prompts:
   return Prompts(tokens, lengths)
 
 
-def prefill(
-  model: Decoder, prompts: Prompts, *, compute_dtype, remat: bool = False
-) -> tuple[jax.Array, KeyValues]:
-  """Runs the prompts once.
-
-  Returns:
-    The hidden state of each prompt's last real token `[P, D]`, from which the
-    first completion token is predicted, and the prompts' keys and values.
-  """
-  batch, time = prompts.tokens.shape
-  positions = jnp.broadcast_to(jnp.arange(time)[None], (batch, time))
-  hidden, key_values = model(
-    prompts.tokens,
-    positions,
-    prompts.valid,
-    compute_dtype=compute_dtype,
-    remat=remat,
-  )
-  last = (prompts.lengths - 1)[:, None, None]
-  return jnp.take_along_axis(hidden, last, axis=1)[:, 0], key_values
+def last_hidden(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+  """Hidden states `[P, D]` of the last real tokens, of `[P, S, D]`."""
+  last = (lengths - 1)[:, None, None]
+  return jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
 
 class Support(NamedTuple):
@@ -145,8 +124,8 @@ def generate(
   Returns:
     B = P * G completions.
   """
-  last, prefix = prefill(model, prompts, compute_dtype=compute_dtype)
-  prefix = unstack(prefix)
+  hidden, prefix = model.prefill(*prompts, compute_dtype=compute_dtype)
+  last, prefix = last_hidden(hidden, prompts.lengths), unstack(prefix)
   weights = model.layer_wise(compute_dtype)
   batch = last.shape[0] * group
   row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
@@ -186,7 +165,7 @@ def generate(
       cache,
       t - 1,
       prefix=prefix,
-      prefix_valid=prompts.valid,
+      lengths=prompts.lengths,
     )
     state, text = sample(state, text, t, hidden[:, 0])
     return t + 1, state, text, cache

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from train import losses
 from train.model import Decoder
-from train.rollout import Prompts, prefill
+from train.rollout import Prompts, last_hidden
 from train.sharding import ROWS, constrain
 
 # Elements of the largest array over the vocabulary, on one device.
@@ -33,8 +33,6 @@ def completion_hidden(
 ) -> jax.Array:
   """Hidden states that predict each completion token, teacher-forced.
 
-  The prompts run once; their completions share the keys and values.
-
   Args:
     model: the policy.
     prompts: P prompts.
@@ -45,25 +43,12 @@ def completion_hidden(
   Returns:
     `[B, T, D]`: position t predicts `tokens[:, t]`.
   """
-  group = tokens.shape[0] // prompts.tokens.shape[0]
-  last, prefix = prefill(
-    model, prompts, compute_dtype=compute_dtype, remat=remat
+  hidden, behind = model(
+    *prompts, tokens[:, :-1], compute_dtype=compute_dtype, remat=remat
   )
-  first = jnp.repeat(last, group, axis=0)[:, None]  # [B, 1, D]
-  inputs = tokens[:, :-1]
-  if inputs.shape[1] == 0:
-    return first
-  offset = jnp.repeat(prompts.lengths, group)[:, None]
-  hidden, _ = model(
-    inputs,
-    offset + jnp.arange(inputs.shape[1])[None],
-    jnp.ones(inputs.shape, bool),  # padding comes last: nobody sees it
-    prefix=prefix,
-    prefix_valid=prompts.valid,
-    compute_dtype=compute_dtype,
-    remat=remat,
-  )
-  return jnp.concatenate([first, hidden], axis=1)
+  first = last_hidden(hidden, prompts.lengths)
+  first = jnp.repeat(first, len(tokens) // len(first), axis=0)[:, None]
+  return jnp.concatenate([first, behind], axis=1)
 
 
 def token_scores(

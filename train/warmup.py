@@ -116,11 +116,9 @@ def _teach(task: Task, tokenizer: CharTokenizer, config: ModelConfig) -> dict:
   def step(params, opt_state, tokens, taught):
     def loss(params):
       inputs, targets = tokens[:, :-1], tokens[:, 1:]
-      positions = jnp.broadcast_to(
-        jnp.arange(inputs.shape[1])[None], inputs.shape
-      )
+      lengths = jnp.full(len(inputs), inputs.shape[1])
       model = nnx.merge(graphdef, params)
-      hidden, _ = model(inputs, positions, jnp.ones(inputs.shape, bool))
+      hidden, _ = model.prefill(inputs, lengths)
       logits = model.logits(hidden, compute_dtype=jnp.float32)
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
       mask = taught[:, 1:]

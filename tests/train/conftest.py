@@ -128,9 +128,8 @@ class Small(NamedTuple):
   def logits(self, params, full, slots, dtype=jnp.float32):
     """float32 `[B, T, V]` by one plain forward, traceable in `params`."""
     model = nnx.merge(self.graphdef, params)
-    positions = jnp.broadcast_to(jnp.arange(full.shape[1])[None], full.shape)
-    valid = jnp.ones(full.shape, bool)
-    hidden, _ = model(full, positions, valid, compute_dtype=dtype)
+    lengths = jnp.full(len(full), full.shape[1])
+    hidden, _ = model.prefill(full, lengths, compute_dtype=dtype)
     hidden = jnp.take_along_axis(hidden, slots[..., None], axis=1)
     return model.logits(hidden, compute_dtype=dtype)
 

@@ -65,9 +65,13 @@ def make(config, seed=0, dtype=jnp.float32):
 
 
 @functools.partial(jax.jit, static_argnames=('graph', 'dtype', 'remat'))
-def forward(graph, params, *args, dtype=jnp.float32, remat=False, **segments):
-  model = nnx.merge(graph, params)
-  return model(*args, compute_dtype=dtype, remat=remat, **segments)
+def forward(graph, params, *args, dtype=jnp.float32, remat=False):
+  return nnx.merge(graph, params)(*args, compute_dtype=dtype, remat=remat)
+
+
+@functools.partial(jax.jit, static_argnames=('graph', 'dtype'))
+def prefill(graph, params, *args, dtype=jnp.float32):
+  return nnx.merge(graph, params).prefill(*args, compute_dtype=dtype)
 
 
 @functools.partial(jax.jit, static_argnames=('graph', 'dtype'))
@@ -76,40 +80,40 @@ def logits(graph, params, hidden, dtype=jnp.float32):
 
 
 def padded(lengths, time, seed):
-  """Random tokens, positions and validity of right-padded rows."""
+  """Random tokens of right-padded rows, the padding too, and the lengths."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(0, CONFIG.vocab_size, (len(lengths), time))
-  valid = np.arange(time) < np.asarray(lengths)[:, None]
-  positions = np.cumsum(valid, axis=1) - valid
-  return (
-    jnp.asarray(tokens, jnp.int32),
-    jnp.asarray(positions, jnp.int32),
-    jnp.asarray(valid),
-  )
+  return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def real(rows):
+  """Which of the tokens of padded rows are no padding: bool."""
+  tokens, lengths = rows
+  return np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None]
 
 
 def grouped(seed=0):
   """Prompts of unequal length, and completions that continue them."""
-  prompts = padded(PROMPT_LENGTHS, PREFIX, seed)
   lengths = np.random.default_rng(seed).integers(1, TIME + 1, BATCH)
   lengths[0] = TIME
-  tokens, positions, valid = padded(lengths, TIME, seed + 1)
-  positions += np.repeat(PROMPT_LENGTHS, GROUP)[:, None]
-  return prompts, (tokens, positions, valid)
+  return (
+    padded(PROMPT_LENGTHS, PREFIX, seed),
+    padded(lengths, TIME, seed + 1),
+  )
 
 
 def concatenated(prompts, completions):
   """The same sequences, right-padded, with the completions' slots in them."""
   lengths = np.repeat(PROMPT_LENGTHS, GROUP)
-  own = np.asarray(completions[2]).sum(axis=1)
-  tokens, positions, valid = padded(lengths + own, PREFIX + TIME, 99)
+  own = np.asarray(completions[1])
+  tokens, both = padded(lengths + own, PREFIX + TIME, 99)
   slots = lengths[:, None] + np.arange(TIME)
   tokens = np.array(tokens)
   for row in range(BATCH):
     length = lengths[row]
     tokens[row, :length] = prompts[0][row // GROUP, :length]
     tokens[row, slots[row, : own[row]]] = completions[0][row, : own[row]]
-  return (jnp.asarray(tokens), positions, valid), slots
+  return (jnp.asarray(tokens), both), slots
 
 
 def close(actual, expected, rtol=RTOL):
@@ -177,16 +181,19 @@ def test_logits_equal_a_numpy_decoder(bias, qk_norm, tied):
     CONFIG, qkv_bias=bias, qk_norm=qk_norm, tied_embeddings=tied
   )
   graph, params = make(config)
-  lengths = [11, 5]
-  batch = padded(lengths, 11, 0)
-  hidden, _ = forward(graph, params, *batch)
-  actual = logits(graph, params, hidden)
-  assert actual.dtype == jnp.float32
-  for row, length in enumerate(lengths):
+  prompts = padded([6, 2], 6, 0)
+  completions = padded([5, 3, 4, 5], 5, 1)
+  mine, theirs = forward(graph, params, *prompts, completions[0])
+  mine, theirs = logits(graph, params, mine), logits(graph, params, theirs)
+  assert mine.dtype == theirs.dtype == jnp.float32
+  for row, own in enumerate(completions[1]):
+    length = int(prompts[1][row // 2])
+    tokens = [*prompts[0][row // 2, :length], *completions[0][row, :own]]
     expected = numpy_logits(
-      config, nnx.to_pure_dict(params), batch[0][row], length
+      config, nnx.to_pure_dict(params), tokens, len(tokens)
     )
-    close(actual[row, :length], expected)
+    close(mine[row // 2, :length], expected[:length])
+    close(theirs[row, :own], expected[length:])
 
 
 def test_parameters_have_the_documented_names_and_shapes():
@@ -234,32 +241,35 @@ def test_initial_values_have_the_documented_spread():
   assert np.all(blocks['k_bias'] == 0)
 
 
-def test_no_hidden_state_depends_on_a_later_token():
+def test_no_hidden_state_depends_on_a_later_token_or_another_completion():
   graph, params = make(CONFIG)
-  length = 7
-  tokens = jnp.arange(length, dtype=jnp.int32)[None]
-  batch = (tokens, tokens, jnp.ones((1, length), bool))
+  length, group, time = 3, 2, 4
+  count = length + group * time
+  tokens = jnp.arange(count, dtype=jnp.int32)  # every token another one
+  prompts = tokens[None, :length], jnp.array([length])
+  completions = tokens[length:].reshape(group, time)
 
   @jax.jit
   @jax.jacrev
   def jacobian(params):
-    return nnx.merge(graph, params)(*batch)[0][0].sum(axis=1)
+    mine, theirs = nnx.merge(graph, params)(*prompts, completions)
+    return jnp.concatenate([mine[0], *theirs]).sum(axis=1)
 
-  by_token = jacobian(params)['embed'][...][:, :length]  # [T, token, D]
+  by_token = jacobian(params)['embed'][...][:, :count]  # [T, token, D]
   influence = np.abs(by_token).max(axis=2)
-  seen = np.tril(np.ones((length, length), bool))
+  seen = np.tril(np.ones((count, count), bool))
+  seen[length + time :, length : length + time] = False
   assert np.all(influence[~seen] == 0)
   assert np.all(influence[seen] > 1e-6)
 
 
-@pytest.mark.parametrize('chunk', [1, 2])
+@pytest.mark.parametrize('chunk', [1, 2, TIME])
 def test_cached_decoding_equals_the_full_forward(chunk):
   graph, params = make(CONFIG)
   prompts, completions = grouped()
-  tokens, positions, valid = completions
-  full, _ = concatenated(prompts, completions)
-  expected, _ = forward(graph, params, *full)
-  _, prefix = forward(graph, params, *prompts)
+  full, slots = concatenated(prompts, completions)
+  expected, key_values = prefill(graph, params, *full)
+  _, prefix = prefill(graph, params, *prompts)
 
   @jax.jit
   def decode(params, prefix):
@@ -272,12 +282,12 @@ def test_cached_decoding_equals_the_full_forward(chunk):
 
       hidden, cache = model.decode(
         weights,
-        part(tokens),
-        part(positions),
+        part(completions[0]),
+        part(jnp.asarray(slots)),
         cache,
         index,
         prefix=unstack(prefix),
-        prefix_valid=prompts[2],
+        lengths=prompts[1],
       )
       return cache, hidden
 
@@ -286,43 +296,15 @@ def test_cached_decoding_equals_the_full_forward(chunk):
 
   cache, hidden = decode(params, prefix)
   hidden = np.moveaxis(hidden, 0, 1).reshape(BATCH, TIME, CONFIG.width)
-  for row in range(BATCH):
-    for t in range(int(valid[row].sum())):
-      slot = PROMPT_LENGTHS[row // GROUP] + t
-      close(hidden[row, t], expected[row, slot])
   assert all(np.all(layer.k[..., TIME:] == 0) for layer in cache)
   assert all(np.all(layer.v[:, :, TIME:] == 0) for layer in cache)
-  _, own = forward(
-    graph, params, *completions, prefix=prefix, prefix_valid=prompts[2]
-  )
-  for layer, teacher_forced in zip(cache, unstack(own), strict=True):
-    for actual, expected in (
-      (layer.k[..., :TIME], teacher_forced.k),
-      (
-        np.swapaxes(layer.v[:, :, :TIME], 2, 3),
-        np.swapaxes(teacher_forced.v, 2, 3),
-      ),
-    ):
-      mask = np.asarray(valid)[:, None, None]
-      close(np.where(mask, actual, 0), np.where(mask, expected, 0))
-
-
-def test_a_cache_filled_from_its_start_equals_prefill():
-  graph, params = make(CONFIG)
-  tokens, positions, valid = padded([6, 6], 6, 4)
-  hidden, own = forward(graph, params, tokens, positions, valid)
-  model = nnx.merge(graph, params)
-  cached, cache = model.decode(
-    model.layer_wise(jnp.float32),
-    tokens,
-    positions,
-    init_cache(CONFIG, 2, 6, jnp.float32),
-    0,
-  )
-  close(cached, hidden)
-  for layer, whole in zip(cache, unstack(own), strict=True):
-    close(layer.k, whole.k)
-    close(layer.v, whole.v)
+  for row, t in np.argwhere(real(completions)):
+    slot = slots[row, t]
+    close(hidden[row, t], expected[row, slot])
+    for layer, whole in zip(cache, unstack(key_values), strict=True):
+      # One entry of many, so the bound is that of a larger array's entries.
+      close(layer.k[row, ..., t], whole.k[row, ..., slot], 2 * RTOL)
+      close(layer.v[row, :, t], whole.v[row, :, slot], 2 * RTOL)
 
 
 def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients():
@@ -330,31 +312,26 @@ def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients():
   prompts, completions = grouped()
   full, slots = concatenated(prompts, completions)
   rows = np.arange(BATCH)[:, None]
+  valid = real(completions)
   rng = np.random.default_rng(5)
   weight = rng.normal(size=(BATCH, TIME, CONFIG.width))
-  weight = jnp.asarray(
-    weight * np.asarray(completions[2])[..., None], jnp.float32
-  )
+  weight = jnp.asarray(weight * valid[..., None], jnp.float32)
 
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def shared(params):
     model = nnx.merge(graph, params)
-    _, prefix = model(*prompts, remat=True)
-    hidden, _ = model(
-      *completions, prefix=prefix, prefix_valid=prompts[2], remat=True
-    )
+    _, hidden = model(*prompts, completions[0], remat=True)
     return jnp.sum(hidden * weight), hidden
 
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def unshared(params):
-    hidden = nnx.merge(graph, params)(*full)[0][rows, slots]
+    hidden = nnx.merge(graph, params).prefill(*full)[0][rows, slots]
     return jnp.sum(hidden * weight), hidden
 
   (_, actual), gradient = shared(params)
   (_, expected), gradient_full = unshared(params)
-  valid = np.asarray(completions[2])
   close(np.asarray(actual)[valid], np.asarray(expected)[valid])
   # Forward and backward, and sums over 60 tokens: 3 times RTOL. The gradient
   # of a key bias nearly cancels (softmax ignores what all keys share), so its
@@ -373,14 +350,11 @@ def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients():
 def test_the_prefix_is_not_tiled_over_its_group():
   graph, params = make(CONFIG)
   prompts, completions = grouped()
-  _, prefix = forward(graph, params, *prompts)
 
-  def run(params, prefix):
-    return nnx.merge(graph, params)(
-      *completions, prefix=prefix, prefix_valid=prompts[2]
-    )
+  def run(params):
+    return nnx.merge(graph, params)(*prompts, completions[0])
 
-  text = str(jax.make_jaxpr(run)(params, prefix))
+  text = str(jax.make_jaxpr(run)(params))
   kv_heads, width = CONFIG.kv_heads, CONFIG.head_width
   for shape in ((kv_heads, width, PREFIX), (kv_heads, PREFIX, width)):
     kv = ','.join(map(str, shape)) + ']'
@@ -394,32 +368,41 @@ def test_what_stands_in_the_padding_changes_nothing():
   prompts, completions = grouped()
   results = []
   for pad in (0, 31):
-    (p, c) = (
-      (jnp.where(x[2], x[0], pad), *x[1:]) for x in (prompts, completions)
+    p, c = (
+      (jnp.where(real(x), x[0], pad), x[1]) for x in (prompts, completions)
     )
-    hidden, prefix = forward(graph, params, *p)
-    results.append(np.asarray(hidden)[np.asarray(p[2])])
-    hidden, own = forward(graph, params, *c, prefix=prefix, prefix_valid=p[2])
-    mask = np.asarray(c[2])
-    results.append(np.asarray(hidden)[mask])
-    results.append(np.moveaxis(own.v, 3, 2)[:, mask])
-  for first, second in zip(results[:3], results[3:], strict=True):
+    mine, theirs = forward(graph, params, *p, c[0])
+    results.append((mine[real(p)], theirs[real(c)]))
+  for first, second in zip(*results, strict=True):
     np.testing.assert_array_equal(first, second)
 
 
 def test_padded_rows_stay_finite_and_so_do_their_gradients():
   graph, params = make(CONFIG)
-  tokens, positions, valid = padded([3, 0], 5, 2)
+  prompts, completions = padded([3, 0], 5, 2), padded([0, 2, 4, 1], 4, 3)
 
   @jax.jit
   def gradient(params):
     def loss(params):
-      hidden, _ = nnx.merge(graph, params)(tokens, positions, valid)
-      return jnp.sum(jnp.where(valid[..., None], hidden, 0.0))
+      model = nnx.merge(graph, params)
+      hidden = model(*prompts, completions[0])
+      return sum(
+        jnp.sum(jnp.where(real(rows)[..., None], x, 0.0))
+        for rows, x in zip((prompts, completions), hidden, strict=True)
+      )
 
     return jax.value_and_grad(loss)(params)
 
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient(params)))
+
+
+def test_completions_without_tokens_leave_their_prompts_as_they_are():
+  graph, params = make(CONFIG)
+  prompts, _ = grouped()
+  nothing = jnp.zeros((BATCH, 0), jnp.int32)
+  mine, theirs = forward(graph, params, *prompts, nothing)
+  assert theirs.shape == (BATCH, 0, CONFIG.width)
+  close(mine, prefill(graph, params, *prompts)[0])
 
 
 def test_permuting_the_batch_permutes_the_result():
@@ -432,57 +415,55 @@ def test_permuting_the_batch_permutes_the_result():
     [p * GROUP + inner for p, inner in zip(order, within, strict=True)]
   )
 
-  def run(prompts, completions):
-    _, prefix = forward(graph, params, *prompts)
-    return forward(
-      graph, params, *completions, prefix=prefix, prefix_valid=prompts[2]
-    )
-
-  expected, expected_own = run(prompts, completions)
-  actual, own = run([x[order] for x in prompts], [x[rows] for x in completions])
-  close(actual, expected[rows])
-  close(own.k, expected_own.k[:, rows])
+  expected = forward(graph, params, *prompts, completions[0])
+  actual = forward(
+    graph, params, *(x[order] for x in prompts), completions[0][rows]
+  )
+  close(actual[0], expected[0][order])
+  close(actual[1], expected[1][rows])
 
 
 def test_bfloat16_compute_stays_close_to_float32():
   graph, params = make(CONFIG, dtype=jnp.bfloat16)
-  batch = padded([11, 5], 11, 0)
-  exact, _ = forward(graph, params, *batch)
-  coarse, own = forward(graph, params, *batch, dtype=jnp.bfloat16)
-  assert coarse.dtype == own.k.dtype == jnp.bfloat16
-  assert logits(graph, params, coarse, jnp.bfloat16).dtype == jnp.float32
-  mask = np.asarray(batch[2])
-  exact = np.asarray(exact, np.float64)[mask]
-  error = np.asarray(coarse, np.float64)[mask] - exact
-  # About 12 roundings of 2^-9 per layer: sqrt(3 * 12) * 2^-9 = 1.2 %; times 3.
-  assert 0 < np.linalg.norm(error) / np.linalg.norm(exact) < 0.036
+  prompts = padded([11, 5], 11, 0)
+  completions = padded([6, 6, 2, 4], 6, 1)
+  exact = forward(graph, params, *prompts, completions[0])
+  coarse = forward(graph, params, *prompts, completions[0], dtype=jnp.bfloat16)
+  _, kept = prefill(graph, params, *prompts, dtype=jnp.bfloat16)
+  assert kept.k.dtype == kept.v.dtype == jnp.bfloat16
+  for rows, wide, narrow in zip(
+    (prompts, completions), exact, coarse, strict=True
+  ):
+    assert narrow.dtype == jnp.bfloat16
+    assert logits(graph, params, narrow, jnp.bfloat16).dtype == jnp.float32
+    wide = np.asarray(wide, np.float64)[real(rows)]
+    error = np.asarray(narrow, np.float64)[real(rows)] - wide
+    # About 12 roundings of 2^-9 per layer: sqrt(3 * 12) * 2^-9 = 1.2 %; times
+    # 3.
+    assert 0 < np.linalg.norm(error) / np.linalg.norm(wide) < 0.036
 
 
 def test_bfloat16_weights_computed_in_float32_lose_nothing():
   graph, params = make(CONFIG, dtype=jnp.bfloat16)
   wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-  batch = padded([11, 5], 11, 0)
-  actual, _ = forward(graph, params, *batch)
-  expected, _ = forward(graph, wide, *batch)
-  close(actual, expected, rtol=2e-6)
+  prompts, completions = grouped()
+  actual = forward(graph, params, *prompts, completions[0])
+  expected = forward(graph, wide, *prompts, completions[0])
+  for x, y in zip(actual, expected, strict=True):
+    close(x, y, rtol=2e-6)
 
 
 def test_positions_beyond_256_are_exact_in_bfloat16_compute():
   config = dataclasses.replace(CONFIG, rope_theta=1e4, context=8192)
   graph, params = make(config, dtype=jnp.bfloat16)
-  positions = np.array([0, 255, 257, 1001, 4099])
-  shape = (1, len(positions))
-  _, own = forward(
-    graph,
-    params,
-    jnp.full(shape, 3, jnp.int32),
-    jnp.asarray(positions[None], jnp.int32),
-    jnp.ones(shape, bool),
-    dtype=jnp.bfloat16,
+  positions = np.array([0, 255, 257, 1001])
+  tokens = jnp.full((1, 1002), 3, jnp.int32)
+  _, kept = prefill(
+    graph, params, tokens, jnp.array([1002]), dtype=jnp.bfloat16
   )
   # In the first layer the key of a token depends on nothing but its position,
   # and at position 0 it is not rotated.
-  keys = np.asarray(own.k[0, 0], np.float64)  # [K, H, S]
+  keys = np.asarray(kept.k[0, 0], np.float64)[..., positions]  # [K, H, 4]
   keys = np.moveaxis(keys, 2, 0)
   half = config.head_width // 2
   pairs = keys[..., :half] + 1j * keys[..., half:]
@@ -490,7 +471,7 @@ def test_positions_beyond_256_are_exact_in_bfloat16_compute():
   turn = np.exp(1j * positions[:, None] * frequency)
   expected = pairs[0] * turn[:, None]
   error = np.abs(pairs - expected) / np.abs(expected)
-  # One rounding to bfloat16, and float32 angles up to 4099 radians. A
+  # One rounding to bfloat16, and float32 angles up to 1001 radians. A
   # position that is off by one turns the first pair by one radian.
   assert error.max() < 2**-8
 
@@ -519,13 +500,18 @@ def test_a_7b_model_is_described_without_allocating_it():
   assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
   assert sum(leaf.size for leaf in leaves) == 7_615_616_512  # as published
 
-  tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)
-  valid = jax.ShapeDtypeStruct((2, 11), bool)
+  prompts = (
+    jax.ShapeDtypeStruct((2, 11), jnp.int32),
+    jax.ShapeDtypeStruct((2,), jnp.int32),
+  )
+  completions = jax.ShapeDtypeStruct((6, 5), jnp.int32)
   run = functools.partial(forward, graph, dtype=jnp.bfloat16)
-  hidden, own = jax.eval_shape(run, params, tokens, tokens, valid)
-  assert hidden.shape == (2, 11, 3584)
-  assert own.k.shape == (28, 2, 4, 128, 11)
-  assert own.v.shape == (28, 2, 4, 11, 128)
+  mine, theirs = jax.eval_shape(run, params, *prompts, completions)
+  assert mine.shape == (2, 11, 3584) and theirs.shape == (6, 5, 3584)
+  run = functools.partial(prefill, graph, dtype=jnp.bfloat16)
+  _, kept = jax.eval_shape(run, params, *prompts)
+  assert kept.k.shape == (28, 2, 4, 128, 11)
+  assert kept.v.shape == (28, 2, 4, 11, 128)
 
 
 @pytest.mark.parametrize(
@@ -543,15 +529,11 @@ def test_impossible_sizes_are_errors(change, message):
     dataclasses.replace(CONFIG, **change)
 
 
-def test_incomplete_segments_are_errors():
+def test_incomplete_groups_are_errors():
   graph, params = make(CONFIG)
   prompts, completions = grouped()
-  run = functools.partial(forward, graph, params)
-  _, prefix = run(*prompts)
-  with pytest.raises(ValueError, match='prefix and prefix_valid go'):
-    run(*completions, prefix=prefix)
   with pytest.raises(ValueError, match='4 is not a multiple of 3 prompts'):
-    run(*[x[:4] for x in completions], prefix=prefix, prefix_valid=prompts[2])
+    forward(graph, params, *prompts, completions[0][:4])
 
 
 def test_the_module_states_the_shape_legend():

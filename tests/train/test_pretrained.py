@@ -28,8 +28,7 @@ FAMILIES = ('llama', 'qwen2', 'qwen3')
 
 @jax.jit
 def _logits(model, ids):
-  positions = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
-  hidden, _ = model(ids, positions, jnp.ones(ids.shape, bool))
+  hidden, _ = model.prefill(ids, jnp.full(len(ids), ids.shape[1]))
   return model.logits(hidden, compute_dtype=jnp.float32)
 
 

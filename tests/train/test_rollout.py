@@ -264,9 +264,6 @@ def test_prompts_are_padded_on_the_right_to_one_width():
   got = pad_prompts([[5, 6, 7], [8]], 4, 9)
   np.testing.assert_array_equal(got.tokens, [[5, 6, 7, 9], [8, 9, 9, 9]])
   np.testing.assert_array_equal(got.lengths, [3, 1])
-  np.testing.assert_array_equal(
-    got.valid, [[True] * 3 + [False], [True] + [False] * 3]
-  )
   assert got.tokens.dtype == got.lengths.dtype == jnp.int32
 
 
