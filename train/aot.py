@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The TPU compiler must not look for the machine that it would run on.
+# The TPU compiler must not look for the machine that it would run on, nor claim
+# it for itself: several may compile at once.
+os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
 os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')

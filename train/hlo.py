@@ -224,15 +224,22 @@ class Module:
     if instruction.opcode in _FREE or instruction.opcode.endswith('-done'):
       return 0
     operands = [_result(name, computation) for name in instruction.operands]
-    match instruction.opcode:
-      case 'dynamic-slice' | 'slice' | 'gather':
-        return 2 * _bytes(instruction.arrays)
-      case 'dynamic-update-slice':
-        return 2 * _bytes(operands[1])
-      case 'scatter':
-        return 3 * _bytes(operands[-1])
     arrays = instruction.arrays
-    if instruction.opcode.endswith('-start'):  # its tuple lists the operands
+    match instruction.opcode:
+      case 'dynamic-slice' | 'slice' | 'gather' | 'copy-start':
+        return _copied(arrays[0], operands[0][0], arrays[0])
+      case (
+        'dynamic-slice-start' | 'slice-start'
+      ):  # its tuple lists the operands
+        part = arrays[len(operands)]
+        return _copied(part, operands[0][0], part)
+      case 'dynamic-update-slice':
+        update = operands[1][0]
+        return _copied(update, update, arrays[0])
+      case 'scatter':  # reads what it adds to
+        update = operands[-1][0]
+        return _copied(update, update, arrays[0], arrays[0])
+    if instruction.opcode.endswith('-start'):
       arrays = arrays[len(operands) :][: len(operands)]
     return _bytes(arrays) + sum(map(_bytes, operands))
 
@@ -338,6 +345,11 @@ def _result(name: str, computation: Computation) -> tuple[Array, ...]:
 
 def _bytes(arrays: Iterable[Array]) -> int:
   return sum(array.bytes for array in arrays if not array.on_chip)
+
+
+def _copied(part: Array, *places: Array) -> int:
+  """Bytes of a part that moves from or to places; on the chip they are free."""
+  return sum(part.bytes for place in places if not place.on_chip)
 
 
 def _identity(collective: Instruction) -> tuple:

@@ -122,6 +122,37 @@ def test_a_tpu_program_is_counted_by_what_it_does():
   assert costs.bytes == 3 * (fusions + compared) + product
 
 
+# A weight of 8 x 6 floats; {S} marks an array that is kept on the chip.
+@pytest.mark.parametrize(
+  'line, moved',
+  [
+    ('f32[2,6] slice(%w), slice={[0:2], [0:6]}', 48 + 48),
+    ('f32[2,6]{S} slice(%w), slice={[0:2], [0:6]}', 48),
+    ('f32[2,6]{S} slice(%fast), slice={[0:2], [0:6]}', 0),
+    ('(f32[8,6], f32[2,6]{S}, s32[]{S}) slice-start(%w), slice={[0:2]}', 48),
+    ('(f32[8,6]{S}, f32[8,6], u32[]{S}) copy-start(%w)', 192),
+    ('(f32[8,6], f32[8,6]{S}, u32[]{S}) copy-start(%fast)', 192),
+    ('(f32[8,6], f32[16,6]) all-gather-start(%w), dimensions={0}', 192 + 384),
+    ('f32[8,6] dynamic-update-slice(%w, %row, %i, %i)', 24 + 24),
+    ('f32[8,6]{S} dynamic-update-slice(%fast, %row, %i, %i)', 24),
+    ('f32[8,6] scatter(%w, %i, %row), to_apply=%add', 3 * 24),
+  ],
+)
+def test_what_moves_is_the_part_that_is_read_and_written(line, moved):
+  program = f"""HloModule made
+
+ENTRY %main (w: f32[8,6], row: f32[1,6], fast: f32[8,6]) -> f32[8,6] {{
+  %w = f32[8,6] parameter(0)
+  %row = f32[1,6] parameter(1)
+  %fast = f32[8,6]{{S}} parameter(2)
+  %i = s32[] constant(0)
+  ROOT %moved = {line}
+}}
+"""
+  program = program.replace('{S}', '{0:S(1)}')
+  assert hlo.Module(program).costs().bytes == moved
+
+
 def test_stochastic_rounding_adds_no_collective_and_no_memory(tmp_path):
   found = []
   for arm in ('bf16', 'bf16-sr'):
