@@ -258,6 +258,8 @@ class Module:
     inside = self.computations[fusion.called()[0]]
 
     def needed(name):
+      if inside[name].root:
+        return math.inf
       total = 0
       for user in inside.values():
         for place, operand in enumerate(user.operands):
@@ -274,6 +276,9 @@ class Module:
         case 'dynamic-update-slice' if not place:
           return 0  # in place
         case 'fusion':
+          inner = self.computations[user.called()[0]].values()
+          if all(one.opcode in ('bitcast', 'parameter') for one in inner):
+            return needed(user.name)
           return self._read(user, place)
       return math.inf
 

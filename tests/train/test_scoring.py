@@ -60,8 +60,7 @@ def test_scores_and_gradients_equal_a_loop_over_tokens_for_any_chunk(
   small, hidden, chunk, monkeypatch
 ):
   # Room for just under twice the chunk: the largest divisor of 6 is taken.
-  room = BATCH * small.config.vocab_size * (2 * chunk) - 1
-  monkeypatch.setattr(scoring, '_LOGITS', room)
+  monkeypatch.setattr(scoring, '_TOKENS', BATCH * 2 * chunk - 1)
   own, other = hidden
   tokens = small.tokens(BATCH, TIME)
   weight = weights()
@@ -104,7 +103,7 @@ def test_scores_and_gradients_equal_a_loop_over_tokens_for_any_chunk(
 
 
 def test_no_array_of_all_logits_exists(small, hidden, monkeypatch):
-  monkeypatch.setattr(scoring, '_LOGITS', 2 * BATCH * small.config.vocab_size)
+  monkeypatch.setattr(scoring, '_TOKENS', 2 * BATCH)
 
   def run(params, own):
     return token_scores(
