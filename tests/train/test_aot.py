@@ -136,10 +136,30 @@ def test_a_tpu_program_is_counted_by_what_it_does():
     ('f32[8,6] dynamic-update-slice(%w, %row, %i, %i)', 24 + 24),
     ('f32[8,6]{S} dynamic-update-slice(%fast, %row, %i, %i)', 24),
     ('f32[8,6] scatter(%w, %i, %row), to_apply=%add', 3 * 24),
+    # A fusion inside of a fusion that passes its operand on.
+    ('f32[48]{S} fusion(%w), kind=kLoop, calls=%twice', 192),
+    ('f32[6]{S} fusion(%w), kind=kLoop, calls=%cut', 24),
   ],
 )
 def test_what_moves_is_the_part_that_is_read_and_written(line, moved):
   program = f"""HloModule made
+
+%flat (p: f32[8,6]) -> f32[48] {{
+  %p = f32[8,6] parameter(0)
+  ROOT %all = f32[48] bitcast(%p)
+}}
+
+%twice (p: f32[8,6]) -> f32[48] {{
+  %p = f32[8,6] parameter(0)
+  %all = f32[48] fusion(%p), kind=kLoop, calls=%flat
+  ROOT %sum = f32[48] add(%all, %all)
+}}
+
+%cut (p: f32[8,6]) -> f32[6] {{
+  %p = f32[8,6] parameter(0)
+  %all = f32[48] fusion(%p), kind=kLoop, calls=%flat
+  ROOT %part = f32[6] slice(%all), slice={{[0:6]}}
+}}
 
 ENTRY %main (w: f32[8,6], row: f32[1,6], fast: f32[8,6]) -> f32[8,6] {{
   %w = f32[8,6] parameter(0)
@@ -240,6 +260,11 @@ def test_a_7b_model_fits_on_64_chips(tmp_path):
   assert done.returncode == 0, done.stderr
   found = json.loads((tmp_path / 'found.json').read_text())
   assert found['fits']
+  # For every token but the first all weights are read: 2 bytes a parameter,
+  # over `tensor`, less the embeddings, of which only rows are; and the cache.
+  read = 1023 * 2 * (found['parameters'] - 152_064 * 3584) / 4
+  rollout = found['programs']['rollout']['bytes_accessed']
+  assert read < rollout < 1.2 * read
   # 16 bytes a parameter, over 64 devices; the norms and biases are not cut.
   assert sum(found['state_bytes'].values()) == pytest.approx(
     found['parameters'] * 16 / 64, rel=0.01
