@@ -264,7 +264,7 @@ def test_a_7b_model_fits_on_64_chips(tmp_path):
   # over `tensor`, less the embeddings, of which only rows are; and the cache.
   read = 1023 * 2 * (found['parameters'] - 152_064 * 3584) / 4
   rollout = found['programs']['rollout']['bytes_accessed']
-  assert read < rollout < 1.2 * read
+  assert read < rollout < 1.3 * read
   # 16 bytes a parameter, over 64 devices; the norms and biases are not cut.
   assert sum(found['state_bytes'].values()) == pytest.approx(
     found['parameters'] * 16 / 64, rel=0.01
