@@ -228,10 +228,8 @@ class Module:
     match instruction.opcode:
       case 'dynamic-slice' | 'slice' | 'gather' | 'copy-start':
         return _copied(arrays[0], operands[0][0], arrays[0])
-      case (
-        'dynamic-slice-start' | 'slice-start'
-      ):  # its tuple lists the operands
-        part = arrays[len(operands)]
+      case 'dynamic-slice-start' | 'slice-start':
+        part = arrays[len(operands)]  # behind the operands
         return _copied(part, operands[0][0], part)
       case 'dynamic-update-slice':
         update = operands[1][0]
@@ -239,7 +237,7 @@ class Module:
       case 'scatter':  # reads what it adds to
         update = operands[-1][0]
         return _copied(update, update, arrays[0], arrays[0])
-    if instruction.opcode.endswith('-start'):
+    if instruction.opcode.endswith('-start'):  # its tuple lists the operands
       arrays = arrays[len(operands) :][: len(operands)]
     return _bytes(arrays) + sum(map(_bytes, operands))
 
