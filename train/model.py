@@ -252,7 +252,7 @@ class Decoder(nnx.Module):
   def prefill(
     self, prompts: jax.Array, lengths: jax.Array, *, compute_dtype=jnp.float32
   ) -> tuple[jax.Array, KeyValues]:
-    """Runs all layers over prompts, for `decode`.
+    """Runs all layers over sequences that nothing follows, or before `decode`.
 
     Args:
       prompts: int32 `[P, S]`, padded on the right.
@@ -460,7 +460,8 @@ def _valid(lengths, length):
 
 def _lower(batch, time, slots=None, index=0):
   """Keys up to each query's own slot, `index + t`: bool `[B, T, S]`."""
-  seen = jnp.arange(slots or time)[None] <= jnp.arange(time)[:, None] + index
+  slots = time if slots is None else slots
+  seen = jnp.arange(slots)[None] <= jnp.arange(time)[:, None] + index
   return jnp.broadcast_to(seen, (batch, *seen.shape))
 
 
@@ -470,7 +471,7 @@ def _causal(lengths, length):
 
 
 def _with_prefix(mask, lengths, length):
-  """Puts the tokens of the prompts, all seen, first: bool `[B, T, S]`."""
+  """Puts the tokens of the prompts, real ones seen, first: bool `[B, T, S]`."""
   batch, time = mask.shape[:2]
   seen = _valid(lengths, length)
   seen = jnp.repeat(seen, batch // len(lengths), axis=0)[:, None]

@@ -117,8 +117,8 @@ def copies(prompts: int, group: int, mesh: Mesh) -> int:
   """How often each prompt has to be there for its rows to be spread evenly.
 
   1 where the prompts divide. Else a group is cut over several devices and each
-  of them computes the prompt's keys and values for itself: the prefill costs
-  as much time as with `copies` times the prompts.
+  of them computes the prompt's keys and values for itself: prefill, and the
+  prompts' part of a training step, cost as with `copies` times the prompts.
 
   Args:
     prompts: of a micro-batch.

@@ -412,9 +412,15 @@ def _prompt_width(tokenizer: Tokenizer, task: tasks.Task) -> int:
   widths = []
   for question in {*task.train, *task.evaluation}:
     try:
-      widths.append(len(tokenizer.encode_prompt(question.prompt)))
+      width = len(tokenizer.encode_prompt(question.prompt))
     except Exception as error:  # the library raises nothing more precise
       raise ConfigError(
         f'the tokenizer cannot encode {question.prompt!r}: {error}'
       ) from error
+    if not width:
+      raise ConfigError(
+        f'the prompt {question.prompt!r} has no tokens: there is nothing to '
+        'predict the first token from'
+      )
+    widths.append(width)
   return max(widths)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train import loop, pretrained, run_folder, tasks
+from train import loop, pretrained, run_folder, tasks, trainer
+from train.config import ConfigError
 from train.run_folder import RunFolder
-from train.tasks import Task
+from train.tasks import Question, Task
+from train.tokenizer import CharTokenizer
 
 pytestmark = pytest.mark.usefixtures('runner')
 
@@ -282,3 +284,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(
   assert [record['step'] for record in runner.read(out)] == [1, 2]
   assert runner.main(out=out, resume=True) == 0
   assert [record['step'] for record in runner.read(out)] == [1, 2, 3, 4]
+
+
+def test_a_prompt_without_tokens_is_refused():
+  full, empty = Question('1+1=', '2', ''), Question('', '2', '')
+  task = Task('made', (full, empty), (full,), ('2', 1.0))
+  with pytest.raises(ConfigError, match="the prompt '' has no tokens"):
+    trainer._prompt_width(CharTokenizer('0123+='), task)
