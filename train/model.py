@@ -215,55 +215,48 @@ class Decoder(nnx.Module):
       ValueError: a P that does not divide B.
     """
     (count, length), (batch, time) = prompts.shape, completions.shape
-    if batch % count:
-      raise ValueError(f'batch {batch} is not a multiple of {count} prompts')
-    # One row for a prompt and its group: [P, S + G * T].
-    behind = count, batch // count * time
-    tokens = [prompts, completions.reshape(behind)]
-    after = jnp.repeat(lengths, batch // count)[:, None]
-    after += jnp.arange(time)[None]
-    positions = [_positions(prompts), after.reshape(behind)]
-    mask = _causal(lengths, length)
-    seen = _with_prefix(_lower(batch, time), lengths, length)
+    group = _group(batch, count)
+
+    # A prompt and its completions are one row, [P, S + G * T].
+    def joined(prompts, completions):
+      shape = count, group * time, *completions.shape[2:]
+      return jnp.concatenate([prompts, completions.reshape(shape)], axis=1)
+
+    def split(row):
+      shape = batch, time, *row.shape[2:]
+      return row[:, :length], row[:, length:].reshape(shape)
+
+    start = jnp.repeat(lengths, group)[:, None]
+    positions = joined(_positions(prompts), start + _positions(completions))
+    prompt_mask = _causal_mask(length)
+    completion_mask = _with_prefix(_causal_mask(time), lengths, length, group)
 
     def attend(q, k, v):
-      def completions_of(x):
-        return x[:, length:].reshape(batch, time, *x.shape[2:])
+      prompt_q, completion_q = split(q)
+      prefix, own = map(_laid_out, split(k), split(v))
+      return joined(
+        _attend(prompt_q, [prefix], prompt_mask),
+        _attend(completion_q, [prefix, own], completion_mask),
+      ), None
 
-      prefix = _laid_out(k[:, :length], v[:, :length])
-      own = _laid_out(completions_of(k), completions_of(v))
-      mine = _attend(q[:, :length], [prefix], mask)
-      theirs = _attend(completions_of(q), [prefix, own], seen)
-      theirs = theirs.reshape(*behind, *theirs.shape[2:])
-      return jnp.concatenate([mine, theirs], axis=1), None
-
-    hidden, _ = self._scan(
-      jnp.concatenate(tokens, axis=1),
-      jnp.concatenate(positions, axis=1),
-      attend,
-      compute_dtype,
-      remat,
-    )
-    return (
-      hidden[:, :length],
-      hidden[:, length:].reshape(batch, time, hidden.shape[2]),
-    )
+    tokens = joined(prompts, completions)
+    hidden, _ = self._scan(tokens, positions, attend, compute_dtype, remat)
+    return split(hidden)
 
   def prefill(
-    self, prompts: jax.Array, lengths: jax.Array, *, compute_dtype=jnp.float32
+    self, prompts: jax.Array, *, compute_dtype=jnp.float32
   ) -> tuple[jax.Array, KeyValues]:
     """Runs all layers over sequences that nothing follows, or before `decode`.
 
     Args:
       prompts: int32 `[P, S]`, padded on the right.
-      lengths: int32 `[P]`, real tokens of the prompts.
       compute_dtype: see `__call__`.
 
     Returns:
       Normed hidden states `[P, S, D]` in `compute_dtype`, and the keys and
-      values, stacked along a leading axis L.
+      values, stacked along a leading axis L. Those of padding mean nothing.
     """
-    mask = _causal(lengths, prompts.shape[1])
+    mask = _causal_mask(prompts.shape[1])
 
     def attend(q, k, v):
       own = _laid_out(k, v)
@@ -338,10 +331,13 @@ class Decoder(nnx.Module):
 
     Returns:
       Normed hidden states `[B, T, D]`, and the cache with these tokens.
+
+    Raises:
+      ValueError: a P that does not divide B.
     """
-    slots = cache[0].v.shape[2]
-    mask = _lower(*tokens.shape, slots, index)
-    mask = _with_prefix(mask, lengths, prefix[0].v.shape[2])
+    mask = _causal_mask(tokens.shape[1], cache[0].v.shape[2], index)
+    group = _group(len(tokens), len(lengths))
+    mask = _with_prefix(mask, lengths, prefix[0].v.shape[2], group)
     rotation = _rotation(positions, self.config)
     x = constrain(weights.embed[tokens], ROWS)  # [B, T, D]
     new = []
@@ -450,33 +446,32 @@ def _precision(compute_dtype) -> jax.lax.Precision:
   return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
 
+def _group(batch, prompts):
+  if batch % prompts:
+    raise ValueError(f'batch {batch} is not a multiple of {prompts} prompts')
+  return batch // prompts
+
+
 def _positions(tokens):
   return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
 
-def _valid(lengths, length):
-  return jnp.arange(length)[None] < lengths[:, None]  # [P, S]
+def _causal_mask(time, slots=None, index=0):
+  """Keys up to each query's own slot, `index + t`: bool `[1, T, S]`."""
+  slots = jnp.arange(time if slots is None else slots)
+  return slots[None, None] <= jnp.arange(time)[None, :, None] + index
 
 
-def _lower(batch, time, slots=None, index=0):
-  """Keys up to each query's own slot, `index + t`: bool `[B, T, S]`."""
-  slots = time if slots is None else slots
-  seen = jnp.arange(slots)[None] <= jnp.arange(time)[:, None] + index
-  return jnp.broadcast_to(seen, (batch, *seen.shape))
-
-
-def _causal(lengths, length):
-  """Which tokens of its prompt a token sees: bool `[P, S, S]`."""
-  return _lower(len(lengths), length) & _valid(lengths, length)[:, None]
-
-
-def _with_prefix(mask, lengths, length):
+def _with_prefix(mask, lengths, length, group):
   """Puts the tokens of the prompts, real ones seen, first: bool `[B, T, S]`."""
-  batch, time = mask.shape[:2]
-  seen = _valid(lengths, length)
-  seen = jnp.repeat(seen, batch // len(lengths), axis=0)[:, None]
-  seen = jnp.broadcast_to(seen, (batch, time, length))
-  return jnp.concatenate([seen, mask], axis=2)
+  seen = jnp.arange(length)[None] < lengths[:, None]  # [P, S]
+  seen = jnp.repeat(seen, group, axis=0)[:, None]
+  batch, time = len(seen), mask.shape[1]
+  parts = [
+    jnp.broadcast_to(part, (batch, time, part.shape[2]))
+    for part in (seen, mask)
+  ]
+  return jnp.concatenate(parts, axis=2)
 
 
 def _laid_out(k, v):
@@ -557,7 +552,8 @@ def _attend(q, segments, mask):
     q: `[B, T, N, H]`.
     segments: of keys and values of one layer, of P rows; where P < B, a row of
       the segment serves B / P neighbouring rows of `q`.
-    mask: bool `[B, T, S]` over the concatenated S, True where visible.
+    mask: bool `[B, T, S]` or `[1, T, S]` over the concatenated S, True where
+      visible.
 
   Returns:
     `[B, T, N, H]` in the dtype of `q`.

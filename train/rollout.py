@@ -124,7 +124,7 @@ def generate(
   Returns:
     B = P * G completions.
   """
-  hidden, prefix = model.prefill(*prompts, compute_dtype=compute_dtype)
+  hidden, prefix = model.prefill(prompts.tokens, compute_dtype=compute_dtype)
   last, prefix = last_hidden(hidden, prompts.lengths), unstack(prefix)
   weights = model.layer_wise(compute_dtype)
   batch = last.shape[0] * group

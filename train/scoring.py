@@ -80,8 +80,9 @@ def token_scores(
   """
   batch, time = tokens.shape
   at_once = _TOKENS * row_shards(jax.sharding.get_abstract_mesh())
-  longest = min(max(at_once // batch, 1), time)
-  chunk = max(c for c in range(1, longest + 1) if time % c == 0)
+  chunks = -(-time // max(at_once // batch, 1))
+  chunk = -(-time // chunks)
+  padding = chunks * chunk - time
 
   def head(model):
     weights = model.head_weights(compute_dtype)  # gathered once, not per chunk
@@ -111,13 +112,13 @@ def token_scores(
     kl = losses.kl_exact(log_p, log_q)
     return TokenScores(of_token(log_p), entropy, of_token(log_q), kl)
 
-  def split(x):  # [B, T, ...] -> [T / chunk, B, chunk, ...]
-    return jnp.moveaxis(
-      x.reshape(batch, time // chunk, chunk, *x.shape[2:]), 1, 0
-    )
+  def split(x):  # [B, T, ...] -> [chunks, B, chunk, ...]
+    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(batch, chunks, chunk, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
 
   xs = (hidden, tokens, None if reference is None else reference[1])
   scores = jax.lax.map(lambda x: score(*x), jax.tree.map(split, xs))
   return jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, time), scores
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :time], scores
   )

@@ -116,9 +116,8 @@ def _teach(task: Task, tokenizer: CharTokenizer, config: ModelConfig) -> dict:
   def step(params, opt_state, tokens, taught):
     def loss(params):
       inputs, targets = tokens[:, :-1], tokens[:, 1:]
-      lengths = jnp.full(len(inputs), inputs.shape[1])
       model = nnx.merge(graphdef, params)
-      hidden, _ = model.prefill(inputs, lengths)
+      hidden, _ = model.prefill(inputs)
       logits = model.logits(hidden, compute_dtype=jnp.float32)
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
       mask = taught[:, 1:]

@@ -128,8 +128,7 @@ class Small(NamedTuple):
   def logits(self, params, full, slots, dtype=jnp.float32):
     """float32 `[B, T, V]` by one plain forward, traceable in `params`."""
     model = nnx.merge(self.graphdef, params)
-    lengths = jnp.full(len(full), full.shape[1])
-    hidden, _ = model.prefill(full, lengths, compute_dtype=dtype)
+    hidden, _ = model.prefill(full, compute_dtype=dtype)
     hidden = jnp.take_along_axis(hidden, slots[..., None], axis=1)
     return model.logits(hidden, compute_dtype=dtype)
 

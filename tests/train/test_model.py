@@ -70,8 +70,8 @@ def forward(graph, params, *args, dtype=jnp.float32, remat=False):
 
 
 @functools.partial(jax.jit, static_argnames=('graph', 'dtype'))
-def prefill(graph, params, *args, dtype=jnp.float32):
-  return nnx.merge(graph, params).prefill(*args, compute_dtype=dtype)
+def prefill(graph, params, tokens, dtype=jnp.float32):
+  return nnx.merge(graph, params).prefill(tokens, compute_dtype=dtype)
 
 
 @functools.partial(jax.jit, static_argnames=('graph', 'dtype'))
@@ -268,8 +268,8 @@ def test_cached_decoding_equals_the_full_forward(chunk):
   graph, params = make(CONFIG)
   prompts, completions = grouped()
   full, slots = concatenated(prompts, completions)
-  expected, key_values = prefill(graph, params, *full)
-  _, prefix = prefill(graph, params, *prompts)
+  expected, key_values = prefill(graph, params, full[0])
+  _, prefix = prefill(graph, params, prompts[0])
 
   @jax.jit
   def decode(params, prefix):
@@ -331,7 +331,7 @@ def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients(remat):
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def unshared(params):
-    hidden = nnx.merge(graph, params).prefill(*full)[0][rows, slots]
+    hidden = nnx.merge(graph, params).prefill(full[0])[0][rows, slots]
     return jnp.sum(hidden * weight), hidden
 
   (_, actual), gradient = shared(params)
@@ -406,7 +406,8 @@ def test_completions_without_tokens_leave_their_prompts_as_they_are():
   nothing = jnp.zeros((BATCH, 0), jnp.int32)
   mine, theirs = forward(graph, params, *prompts, nothing)
   assert theirs.shape == (BATCH, 0, CONFIG.width)
-  close(mine, prefill(graph, params, *prompts)[0])
+  expected, _ = prefill(graph, params, prompts[0])
+  close(mine[real(prompts)], expected[real(prompts)])
 
 
 def test_permuting_the_batch_permutes_the_result():
@@ -433,7 +434,7 @@ def test_bfloat16_compute_stays_close_to_float32():
   completions = padded([6, 6, 2, 4], 6, 1)
   exact = forward(graph, params, *prompts, completions[0])
   coarse = forward(graph, params, *prompts, completions[0], dtype=jnp.bfloat16)
-  _, kept = prefill(graph, params, *prompts, dtype=jnp.bfloat16)
+  _, kept = prefill(graph, params, prompts[0], dtype=jnp.bfloat16)
   assert kept.k.dtype == kept.v.dtype == jnp.bfloat16
   for rows, wide, narrow in zip(
     (prompts, completions), exact, coarse, strict=True
@@ -462,9 +463,7 @@ def test_positions_beyond_256_are_exact_in_bfloat16_compute():
   graph, params = make(config, dtype=jnp.bfloat16)
   positions = np.array([0, 255, 257, 1001])
   tokens = jnp.full((1, 1002), 3, jnp.int32)
-  _, kept = prefill(
-    graph, params, tokens, jnp.array([1002]), dtype=jnp.bfloat16
-  )
+  _, kept = prefill(graph, params, tokens, dtype=jnp.bfloat16)
   # In the first layer the key of a token depends on nothing but its position,
   # and at position 0 it is not rotated.
   keys = np.asarray(kept.k[0, 0], np.float64)[..., positions]  # [K, H, 4]
@@ -490,7 +489,7 @@ def test_positions_of_completions_are_those_behind_their_prompt():
   for row in range(4):
     length = int(lengths[row // 2])
     whole = jnp.concatenate([tokens[row // 2, :length], completions[row]])
-    alone, _ = prefill(graph, params, whole[None], jnp.array([len(whole)]))
+    alone, _ = prefill(graph, params, whole[None])
     # Sums over 300 keys instead of 60; a position rounded to bfloat16 is off
     # by up to one, 1e-2 and more here.
     close(theirs[row], alone[0, length:], rtol=1e-4)
@@ -529,7 +528,7 @@ def test_a_7b_model_is_described_without_allocating_it():
   mine, theirs = jax.eval_shape(run, params, *prompts, completions)
   assert mine.shape == (2, 11, 3584) and theirs.shape == (6, 5, 3584)
   run = functools.partial(prefill, graph, dtype=jnp.bfloat16)
-  _, kept = jax.eval_shape(run, params, *prompts)
+  _, kept = jax.eval_shape(run, params, prompts[0])
   assert kept.k.shape == (28, 2, 4, 128, 11)
   assert kept.v.shape == (28, 2, 4, 11, 128)
 
@@ -554,6 +553,18 @@ def test_incomplete_groups_are_errors():
   prompts, completions = grouped()
   with pytest.raises(ValueError, match='4 is not a multiple of 3 prompts'):
     forward(graph, params, *prompts, completions[0][:4])
+
+  def decode(params):
+    model = nnx.merge(graph, params)
+    weights = model.layer_wise(jnp.float32)
+    _, prefix = model.prefill(prompts[0])
+    cache = init_cache(CONFIG, 4, 1, jnp.float32)
+    first = completions[0][:4, :1]
+    rest = dict(prefix=unstack(prefix), lengths=prompts[1])
+    return model.decode(weights, first, first, cache, 0, **rest)
+
+  with pytest.raises(ValueError, match='4 is not a multiple of 3 prompts'):
+    jax.eval_shape(decode, params)
 
 
 def test_the_module_states_the_shape_legend():

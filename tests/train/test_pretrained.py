@@ -28,7 +28,7 @@ FAMILIES = ('llama', 'qwen2', 'qwen3')
 
 @jax.jit
 def _logits(model, ids):
-  hidden, _ = model.prefill(ids, jnp.full(len(ids), ids.shape[1]))
+  hidden, _ = model.prefill(ids)
   return model.logits(hidden, compute_dtype=jnp.float32)
 
 
