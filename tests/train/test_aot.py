@@ -187,8 +187,27 @@ def test_stochastic_rounding_adds_no_collective_and_no_memory(tmp_path):
   assert nearest['flops'] == stochastic['flops']
 
 
-def test_no_sharded_weight_is_whole_on_a_device(tmp_path):
-  result, texts = inspect(tmp_path, '--mesh=fsdp=8', '--kl-every=0')
+@pytest.fixture(scope='module')
+def sharded(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('sharded')
+  return inspect(folder, '--mesh=fsdp=8', '--kl-every=0')
+
+
+def test_a_layer_is_gathered_twice_and_its_gradient_summed_once(sharded):
+  """Whatever prompts and completions do: they go through it together."""
+  result, _ = sharded
+  moved = result['programs']['train_step']['collectives']
+  layers, matrices, embed = 30, 7, 49152 * 576
+  # Forwards and backwards; what else is gathered are a few small arrays.
+  gathers = 2 * layers * matrices
+  assert gathers < moved['all-gather']['count'] < 1.1 * gathers
+  # The tied embeddings have two gradients, one of them the head's.
+  summed = 4 * (result['parameters'] + embed)
+  assert moved['all-reduce']['bytes'] == pytest.approx(summed, rel=0.01)
+
+
+def test_no_sharded_weight_is_whole_on_a_device(sharded):
+  result, texts = sharded
   state = result['state_bytes']
   whole = result['parameters'] * 14  # weights 2, shadow 4, moments 8 bytes
   assert sum(state.values()) <= whole / 7
