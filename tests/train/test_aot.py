@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from train import aot, hlo
+from train.aot import __main__ as aot
+from train.aot import hlo
 
 
 def inspect(tmp_path, *flags):

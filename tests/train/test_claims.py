@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from train import claims, curves, report
-from train.claims import FAIL, NOT_RUN, PASS, Group
-from train.curves import Run
+from train.reproduce import claims, curves, report
+from train.reproduce.claims import FAIL, NOT_RUN, PASS, Group
+from train.reproduce.curves import Run
 
 N = 40
 STEPS = np.arange(0, N + 1, 4.0)

@@ -18,7 +18,8 @@ import pytest
 import tyro
 import yaml
 
-from train import __main__, aot, sharding
+from train import __main__, sharding
+from train.aot import __main__ as aot
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / 'examples'

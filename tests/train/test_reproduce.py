@@ -15,8 +15,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import sr_optax
-from train import arms, claims, curves, loop, policy, reproduce, tasks
+from train import arms, loop, policy, tasks
 from train.config import Config, ConfigError
+from train.reproduce import __main__ as command
+from train.reproduce import claims, curves, plans
+from train.reproduce.runs import run_all
 from train.tasks import Task
 
 pytestmark = pytest.mark.usefixtures('quick_compile', 'compile_once')
@@ -65,7 +68,7 @@ def setting(make_folder, tmp_path, monkeypatch):
     compute_dtype='float32',
     save_final=False,
   )
-  return reproduce.Setting(tmp_path / 'results', base)
+  return plans.Setting(tmp_path / 'results', base)
 
 
 def test_a_miniature_runs_once_resumes_and_is_reported(
@@ -99,19 +102,19 @@ def test_a_miniature_runs_once_resumes_and_is_reported(
 
   monkeypatch.setattr(loop.Trainer, 'step', stop)
   with pytest.raises(loop.Interrupted):
-    reproduce.reproduce(planned, folder, 'mini')
+    command.reproduce(planned, folder, 'mini')
   assert not planned[0].done
   monkeypatch.setattr(loop.Trainer, 'step', step)
   only = 'model-addition-fp32*'
-  assert reproduce.reproduce(planned, folder, 'mini', only) == 1
+  assert command.reproduce(planned, folder, 'mini', only) == 1
   assert planned[0].done and not planned[1].done
-  assert reproduce.reproduce(planned, folder, 'mini') == len(planned) - 1
+  assert command.reproduce(planned, folder, 'mini') == len(planned) - 1
   assert all(run.done for run in planned)
 
   # A second call runs nothing.
   monkeypatch.setattr(loop, 'run', None)
   capsys.readouterr()
-  assert reproduce.reproduce(planned, folder, 'mini') == 0
+  assert command.reproduce(planned, folder, 'mini') == 0
   shown = capsys.readouterr().out
   assert '| (a) |' in shown and 'mini: model on addition' in shown
   kept = {'config.json', 'evaluation_before.json', 'metrics.jsonl'}
@@ -120,7 +123,7 @@ def test_a_miniature_runs_once_resumes_and_is_reported(
     last = 'failed.json' if run.variant else 'summary.json'
     assert {p.name for p in run.config.out.iterdir()} == kept | {last}
 
-  path = reproduce.write_report(planned, folder, 'mini', docs)
+  path = command.write_report(planned, folder, 'mini', docs)
   results = json.loads((docs / 'results' / 'mini.json').read_text())
   assert results['missing'] == [] and results['planned'] == len(planned)
   runs = [curves.Run.from_json(run) for run in results['runs']]
@@ -149,42 +152,42 @@ def test_a_miniature_runs_once_resumes_and_is_reported(
   # Other settings in the same folder are refused.
   config = dataclasses.replace(planned[1].config, prompts=6)
   with pytest.raises(ConfigError, match='prompts is 5, now 6'):
-    reproduce.run_all([planned[1]._replace(config=config)], folder)
+    run_all([planned[1]._replace(config=config)], folder)
 
 
 def test_the_sets_hold_what_they_promise(tmp_path, monkeypatch):
-  monkeypatch.setattr(reproduce, 'base_rate', lambda *_: 1e-6)
-  plans = {name: plan(tmp_path) for name, plan in reproduce.PLANS.items()}
-  for planned in plans.values():
+  monkeypatch.setattr(plans, 'base_rate', lambda *_: 1e-6)
+  sets = {name: plan(tmp_path) for name, plan in plans.PLANS.items()}
+  for planned in sets.values():
     assert len({run.config.out for run in planned}) == len(planned)
     assert all(run.config.arm == 'fp32' for run in planned if _pilot(run))
-  small = _main(plans['small'])
+  small = _main(sets['small'])
   every = 'fp32 fp16 bf16 bf16-sr bf16-sr-sticky bf16-pure bf16-sr-pure'
   wanted = {(arm, 1.0) for arm in every.split()}
   wanted |= {('bf16', m) for m in (1.5, 2.0, 3.0, 4.0, 6.0)}
   wanted |= {('fp32', 2.0), ('fp32', 4.0)}
   assert wanted <= set(small)
   assert all(small[key] == list(range(5)) for key in wanted)
-  others = {(r.config.model, r.config.task) for r in plans['small']}
+  others = {(r.config.model, r.config.task) for r in sets['small']}
   assert others == {
     ('tiny', 'addition'), ('tiny', 'arithmetic'), ('tiny-wide', 'addition')
   }  # fmt: skip
   rates = {m for arm, m in small if arm == 'fp16'}
   assert len(rates) >= 5 and max(rates) / min(rates) >= 100
-  pilots = {r.multiple for r in plans['small'] if _pilot(r)}
+  pilots = {r.multiple for r in sets['small'] if _pilot(r)}
   assert rates <= pilots
-  quick = _main(plans['quick'])
+  quick = _main(sets['quick'])
   assert set(quick) == {
     ('fp16', 1.0), ('bf16', 1.0), ('bf16-sr', 1.0), ('bf16', 3.0)
   }  # fmt: skip
-  real = _main(plans['real'])
+  real = _main(sets['real'])
   assert {('bf16', m) for m in (1.0, 2.0, 5.0, 10.0)} <= set(real)
-  assert all(r.config.steps == 30 for r in plans['real'])
-  base = {r.config.lr for r in plans['real'] if r.multiple == 1}
+  assert all(r.config.steps == 30 for r in sets['real'])
+  base = {r.config.lr for r in sets['real'] if r.multiple == 1}
   assert base == {2e-6}
   # Without arm, rate and seed, all runs of a setting are one configuration.
   free = dict(arm='bf16', lr=1.0, seed=0, out=None)
-  for planned in plans.values():
+  for planned in sets.values():
     settings = {}
     for run in planned:
       if not run.variant:
@@ -211,7 +214,7 @@ def _main(planned):
 def test_the_base_rate_is_where_the_forecast_moves_two_percent(make_folder):
   task = tasks.load_task('addition', train_size=7, evaluation_size=5)
   model = str(make_folder())
-  rate = reproduce.base_rate(model, task)
+  rate = plans.base_rate(model, task)
   assert rate == float(f'{rate:.1e}')
   params = policy.load_policy(model, task).params
 
@@ -281,11 +284,11 @@ def test_the_command_line_lists_and_refuses(
   before = {name: getattr(jax.config, name) for name in settings}
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   plan = setting.runs(('fp16', 'bf16'), range(2))
-  monkeypatch.setitem(reproduce.PLANS, 'quick', lambda folder: plan)
+  monkeypatch.setitem(plans.PLANS, 'quick', lambda folder: plan)
 
   def call(*flags):
     monkeypatch.setattr(sys, 'argv', ['reproduce', '--quick', *flags])
-    code = reproduce.main()
+    code = command.main()
     return code, *capsys.readouterr()
 
   try:

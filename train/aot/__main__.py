@@ -31,7 +31,8 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from train import arms, hlo, loss_scale, programs, sharding  # noqa: E402
+from train import arms, loss_scale, programs, sharding  # noqa: E402
+from train.aot import hlo  # noqa: E402
 from train.config import Config, ConfigError  # noqa: E402
 from train.model import Decoder, ModelConfig  # noqa: E402
 from train.presets import PRESETS  # noqa: E402

@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from train import claims, curves
-from train.claims import Group, Verdict
-from train.curves import Run
+from train.reproduce import claims, curves
+from train.reproduce.claims import Group, Verdict
+from train.reproduce.curves import Run
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is set

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.curves import (
+from train.reproduce.curves import (
   Interval,
   Run,
   mean_interval,

@@ -37,7 +37,7 @@ class Run:
   lr: float
   seed: int
   pilot: bool  # sets targets and is judged nowhere
-  variant: str  # '' or what else sets it apart, see `reproduce`
+  variant: str  # '' or what else sets it apart, see `plans`
   length: int  # N, steps planned
   skipped: float | None  # steps that a loss scaler skipped
   failed: str | None  # why it ended early

@@ -1,0 +1,1 @@
+"""The claim, over arms, rates and seeds: `python -m train.reproduce`."""
