@@ -18,6 +18,7 @@ Rows are prompt-major: row b of B belongs to prompt b // G.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,9 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train import micro_batch
 from train.sharding import ROWS, constrain, gathered, spread
 
 _MASKED = -1e30  # finite: a query without any visible key must not give NaN
+
+# Queries of a sequence whose scores are there at once.
+_QUERIES = 256
+# Parts of a longer sequence, each multiplied with the keys of the parts up to
+# itself: 5/8 of all products, where causality needs half of them.
+_PARTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,15 +236,13 @@ class Decoder(nnx.Module):
 
     start = jnp.repeat(lengths, group)[:, None]
     positions = joined(_positions(prompts), start + _positions(completions))
-    prompt_mask = _causal_mask(length)
-    completion_mask = _with_prefix(_causal_mask(time), lengths, length, group)
 
     def attend(q, k, v):
       prompt_q, completion_q = split(q)
       prefix, own = map(_laid_out, split(k), split(v))
       return joined(
-        _attend(prompt_q, [prefix], prompt_mask),
-        _attend(completion_q, [prefix, own], completion_mask),
+        _attend_causal(prompt_q, prefix),
+        _attend_causal(completion_q, own, prefix, lengths),
       ), None
 
     tokens = joined(prompts, completions)
@@ -256,11 +262,10 @@ class Decoder(nnx.Module):
       Normed hidden states `[P, S, D]` in `compute_dtype`, and the keys and
       values, stacked along a leading axis L. Those of padding mean nothing.
     """
-    mask = _causal_mask(prompts.shape[1])
 
     def attend(q, k, v):
       own = _laid_out(k, v)
-      return _attend(q, [own], mask), own
+      return _attend_causal(q, own), own
 
     positions = _positions(prompts)
     return self._scan(prompts, positions, attend, compute_dtype, remat=False)
@@ -335,7 +340,8 @@ class Decoder(nnx.Module):
     Raises:
       ValueError: a P that does not divide B.
     """
-    mask = _causal_mask(tokens.shape[1], cache[0].v.shape[2], index)
+    slots = index + jnp.arange(tokens.shape[1])[None]
+    mask = _causal_mask(slots, cache[0].v.shape[2])
     group = _group(len(tokens), len(lengths))
     mask = _with_prefix(mask, lengths, prefix[0].v.shape[2], group)
     rotation = _rotation(positions, self.config)
@@ -456,10 +462,9 @@ def _positions(tokens):
   return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
 
-def _causal_mask(time, slots=None, index=0):
-  """Keys up to each query's own slot, `index + t`: bool `[1, T, S]`."""
-  slots = jnp.arange(time if slots is None else slots)
-  return slots[None, None] <= jnp.arange(time)[None, :, None] + index
+def _causal_mask(slots, length):
+  """Keys up to each query's own slot, of `[1, T]`: bool `[1, T, S]`."""
+  return jnp.arange(length)[None, None] <= slots[..., None]
 
 
 def _with_prefix(mask, lengths, length, group):
@@ -543,6 +548,47 @@ def _project(x, w, head_width, rotation, eps):
   if 'q_norm' in w:
     q, k = _rms_norm(q, w['q_norm'], eps), _rms_norm(k, w['k_norm'], eps)
   return _rotate(q, rotation), _rotate(k, rotation), v
+
+
+def _attend_causal(q, own, prefix=None, lengths=None):
+  """Attention of whole sequences, a block of queries at a time.
+
+  Scores exist for one block only, and are computed again in the backward pass:
+  T * S of them never are there at once (arXiv 2112.05682).
+
+  Args:
+    q: `[B, T, N, H]`.
+    own: keys and values of the same tokens.
+    prefix: those of the prompts, P rows.
+    lengths: int32 `[P]`, real tokens of the prompts.
+
+  Returns:
+    `[B, T, N, H]` in the dtype of `q`.
+  """
+  batch, time = q.shape[:2]
+  slots = jnp.arange(time)[None]
+
+  def attend(q, slots, end):
+    segments = [KeyValues(own.k[..., :end], own.v[:, :, :end])]
+    mask = _causal_mask(slots, end)
+    if prefix is not None:
+      segments.insert(0, prefix)
+      group = _group(batch, len(lengths))
+      mask = _with_prefix(mask, lengths, prefix.v.shape[2], group)
+    return _attend(q, segments, mask)
+
+  def part(start, end):
+    block = jax.checkpoint(
+      functools.partial(attend, end=end), prevent_cse=False
+    )
+    blocks = micro_batch.over_time(block, -(-(end - start) // _QUERIES))
+    return blocks(q[:, start:end], slots[:, start:end])
+
+  parts = min(_PARTS, -(-time // _QUERIES))
+  if parts <= 1:
+    return attend(q, slots, time)
+  borders = [time * i // parts for i in range(parts + 1)]
+  return jnp.concatenate(list(map(part, borders, borders[1:])), axis=1)
 
 
 def _attend(q, segments, mask):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from train import losses
+from train import losses, micro_batch
 from train.model import Decoder
 from train.rollout import Prompts, last_hidden
 from train.sharding import ROWS, constrain, row_shards
@@ -81,8 +81,6 @@ def token_scores(
   batch, time = tokens.shape
   at_once = _TOKENS * row_shards(jax.sharding.get_abstract_mesh())
   chunks = -(-time // max(at_once // batch, 1))
-  chunk = -(-time // chunks)
-  padding = chunks * chunk - time
 
   def head(model):
     weights = model.head_weights(compute_dtype)  # gathered once, not per chunk
@@ -112,13 +110,5 @@ def token_scores(
     kl = losses.kl_exact(log_p, log_q)
     return TokenScores(of_token(log_p), entropy, of_token(log_q), kl)
 
-  def split(x):  # [B, T, ...] -> [chunks, B, chunk, ...]
-    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(batch, chunks, chunk, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
-
-  xs = (hidden, tokens, None if reference is None else reference[1])
-  scores = jax.lax.map(lambda x: score(*x), jax.tree.map(split, xs))
-  return jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :time], scores
-  )
+  reference_hidden = None if reference is None else reference[1]
+  return micro_batch.over_time(score, chunks)(hidden, tokens, reference_hidden)

@@ -127,6 +127,14 @@ def test_with_remat_a_step_keeps_one_layer_of_products(small):
   assert plain - remat > (config.layers - 2) * layer
 
 
+def test_a_step_never_holds_all_attention_scores_of_a_long_completion(small):
+  config = dataclasses.replace(small.config, layers=1, context=4096)
+  time = 2063  # a prime: blocks of it end with a shorter one
+  memory, _ = step(config, time=time, remat=True)
+  scores = BATCH * config.heads * time * (WIDTH + time) * 4
+  assert memory.temp_size_in_bytes < scores
+
+
 @pytest.mark.parametrize('arm', ['fp32', 'bf16-sr', 'bf16-sr-pure', 'fp16'])
 def test_a_step_writes_the_new_state_over_the_old(small, arm):
   config = dataclasses.replace(small.config, width=96, layers=1)

@@ -311,7 +311,10 @@ def test_cached_decoding_equals_the_full_forward(chunk):
 
 
 @pytest.mark.parametrize('remat', [False, True])
-def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients(remat):
+@pytest.mark.parametrize('queries', [None, 3])
+def test_no_shared_prompt_block_or_remat_changes_states_or_gradients(
+  monkeypatch, queries, remat
+):
   graph, params = make(CONFIG)
   prompts, completions = grouped()
   full, slots = concatenated(prompts, completions)
@@ -334,8 +337,10 @@ def test_neither_a_shared_prompt_nor_remat_changes_states_or_gradients(remat):
     hidden = nnx.merge(graph, params).prefill(full[0])[0][rows, slots]
     return jnp.sum(hidden * weight), hidden
 
-  (_, actual), gradient = shared(params)
   (_, expected), gradient_full = unshared(params)
+  if queries:  # PREFIX and TIME are no multiples
+    monkeypatch.setattr(model_lib, '_QUERIES', queries)
+  (_, actual), gradient = shared(params)
   close(np.asarray(actual)[valid], np.asarray(expected)[valid])
   # Forward and backward, and sums over 60 tokens: 3 times RTOL. The gradient
   # of a key bias nearly cancels (softmax ignores what all keys share), so its
