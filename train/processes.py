@@ -164,6 +164,9 @@ def run(main: Callable[[], int]) -> int:
       raise
     # Left to Python, JAX would wait for the others, which wait for this one.
     traceback.print_exc()
+    rank = f'process {jax.process_index()} of {jax.process_count()}'
+    hint = 'where another ended before it, that one says why'
+    print(f'error: {rank} gives up; {hint}', file=sys.stderr)
     status = 1
   return _leave(status)
 

@@ -214,4 +214,5 @@ def test_an_error_that_nobody_expects_ends_all(start, tmp_path, monkeypatch):
   )
   status, outputs = ended(running)
   assert 'RuntimeError: out of memory, say' in outputs[1][1]
+  assert 'error: process 1 of 2 gives up' in outputs[1][1]
   assert status[1] == 1 and status[0] not in (0, None)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import sr_optax
 from train import arms, loop, policy, tasks
@@ -31,22 +30,6 @@ class Even(Task):
 
   def accepted(self, question):
     return tuple('02468')
-
-
-@pytest.fixture(scope='module')
-def compile_once(tmp_path_factory):
-  """Runs of this module share what they compile, through a folder."""
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for values in (settings, before):
-    compilation_cache.reset_cache()
-    for name, value in values.items():
-      jax.config.update(name, value)
-    if values is settings:
-      yield
 
 
 @pytest.fixture
